@@ -1,0 +1,97 @@
+"""The deterministic map: block -> slices -> sending rank, block -> rank that anchors it. Pure arithmetic.
+
+Every rank and every shadow computes it from the same `Spec` and gets the same answer.
+
+The blocks that one replica set shares are laid end to end, those with gradients first, and the row is cut into as
+many pieces of equal length as the set has ranks. So a rank's slices are whole blocks but for the two at its ends::
+
+    blocks   |   0   | 1 |      2      |  3  |
+    ranks    |----- 0 -----|----- 1 -----|-- … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import ProtocolError
+from .wire.messages import Block, Spec
+
+#: Slices are cut at multiples of this many bytes: a cache line, and a multiple of every dtype's size.
+CUT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes ``[offset, offset + nbytes)`` of a block, which `rank` sends."""
+
+    block: int
+    rank: int
+    offset: int
+    nbytes: int
+
+
+class Layout:
+    """Slices and anchor owners of a `Spec`.
+
+    Raises `ProtocolError` if the spec contradicts itself, for it may come from the wire.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.blocks: Sequence[Block] = spec.blocks
+        self.world_size = spec.world_size
+        self.replica_sets = [tuple(ranks) for ranks in spec.replica_sets]
+        self._check(spec)
+        self.slices: list[dict[int, Slice]] = [{} for _ in range(spec.world_size)]  #: per rank: block -> its slice
+        self._of_block: list[list[Slice]] = [[] for _ in self.blocks]
+        self.owners: list[int] = [-1] * len(self.blocks)  #: per block, the rank that anchors it
+        load = [0] * spec.world_size
+        for number, ranks in enumerate(self.replica_sets):
+            members = [i for i, block in enumerate(self.blocks) if block.replicas == number]
+            for trainable in (True, False):
+                self._cut([i for i in members if self.blocks[i].trainable is trainable], ranks)
+            for i in sorted(members, key=lambda i: (-self.blocks[i].nbytes, i)):
+                self.owners[i] = min(ranks, key=lambda rank: (load[rank], rank))
+                load[self.owners[i]] += self.blocks[i].nbytes
+        #: Ranks whose parts carry what is the same on every rank: the first of each replica set.
+        self.leads = frozenset(ranks[0] for ranks in self.replica_sets) or frozenset((0,))
+
+    def _check(self, spec: Spec) -> None:
+        seen = set()
+        for ranks in self.replica_sets:
+            if not ranks or list(ranks) != sorted(set(ranks)) or ranks[-1] >= spec.world_size:
+                raise ProtocolError(f"replica set {ranks} is not an ascending list of ranks below {spec.world_size}")
+        for i, block in enumerate(self.blocks):
+            if block.replicas >= len(self.replica_sets):
+                raise ProtocolError(f"block {i} ({block.fqn}) names replica set {block.replicas} of {len(self.replica_sets)}")
+            if len(block.offsets) != len(block.sizes) or len(block.global_sizes) != len(block.sizes):
+                raise ProtocolError(f"block {i} ({block.fqn}) has offsets, sizes and global sizes of different lengths")
+            if (key := (block.fqn, tuple(block.offsets), tuple(block.sizes))) in seen:
+                raise ProtocolError(f"block {i} ({block.fqn}) appears twice")
+            seen.add(key)
+        for optimizer in spec.optimizers:
+            for number in (number for group in optimizer.members for number in group):
+                if number >= len(self.blocks):
+                    raise ProtocolError(f"{optimizer.name} has block {number} of {len(self.blocks)}")
+
+    def _cut(self, members: list[int], ranks: tuple[int, ...]) -> None:
+        total = sum(self.blocks[i].nbytes for i in members)
+        cuts = [total * k // len(ranks) for k in range(len(ranks) + 1)]
+        start = 0
+        for i in members:
+            nbytes = self.blocks[i].nbytes
+
+            def inside(cut: int, start: int = start, nbytes: int = nbytes) -> int:
+                return nbytes if cut >= start + nbytes else max(0, cut - start) // CUT_BYTES * CUT_BYTES
+
+            for k, rank in enumerate(ranks):
+                first, last = inside(cuts[k]), inside(cuts[k + 1])
+                if first < last:
+                    piece = Slice(i, rank, first, last - first)
+                    self.slices[rank][i] = piece
+                    self._of_block[i].append(piece)
+            start += nbytes
+
+    def of_block(self, block: int) -> list[Slice]:
+        """All slices of a block, ascending; together they are the block, each byte once."""
+        return self._of_block[block]

@@ -1,0 +1,429 @@
+"""Control messages and parts: small typed records in msgpack. Nothing here holds bulk bytes.
+
+Fields of type ``bytes`` named *values* are `checkmate.values` encodings, opaque to the protocol. The conversation that
+these messages form is drawn in ``docs/wire.md``; who may send what, when, is decided by `shadow.daemon` (per connection)
+and `shadow.partition` (per run).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import ProtocolError
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Hash = int  # 64 bits without sign: more than a bound can say
+Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Shape = Annotated[list[Count], Meta(max_length=16)]
+Text = Annotated[str, Meta(max_length=65536)]
+
+
+class _Record(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A part of a message."""
+
+
+class _Message(Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A whole message, told from others by its tag, which is the class name."""
+
+
+# ---------------------------------------------------------------- what a run is made of
+
+
+class Block(_Record):
+    """A box of one FQN. `replicas` is an index into `Spec.replica_sets`: the ranks that hold the same box."""
+
+    fqn: Name
+    dtype: Name
+    itemsize: Annotated[int, Meta(ge=1, le=16)]
+    offsets: Shape
+    sizes: Shape
+    global_sizes: Shape
+    replicas: Count = 0
+    trainable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        count = self.itemsize
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+class Optimizer(_Record):
+    """An optimizer class by name, with the hyper-parameters and blocks of its groups at attach."""
+
+    module: Name
+    name: Name
+    groups: bytes  #: values: list of dict, one per param group, without "params"
+    members: list[list[Count]]  #: block numbers of each group, in the group's order
+
+
+class Fingerprint(_Record):
+    """Numeric fingerprint: equal ones give equal bits."""
+
+    torch: str
+    capability: str
+    threads: int
+    flush_denormal: bool
+    device: str
+
+
+class Spec(_Record):
+    """What a shadow must know to hold a run: the layout's input, the optimizers, the numerics."""
+
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    replica_sets: list[list[Count]]
+    blocks: Annotated[list[Block], Meta(max_length=1 << 20)]
+    optimizers: Annotated[list[Optimizer], Meta(max_length=1024)]
+    fingerprint: Fingerprint
+    replay: str = "match"
+    aliases: dict[str, str] = {}  #: FQN of a tied parameter -> FQN of its block
+
+
+class Incarnation(_Record):
+    """A training attempt: numbers order attempts within one lineage, the id tells them apart."""
+
+    number: Count
+    id: Id
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.id.hex()[:8]}"
+
+
+class Attempt(_Record):
+    """Who asks to train: enough to tell a restart of the same job from a second job, and to name it in a message."""
+
+    id: Id
+    host: str
+    pid: int
+    job: str = ""  #: the launcher's job id, "" if there is none
+    restarts: int = 0  #: the launcher's restart count of that job
+
+
+# ---------------------------------------------------------------- parts
+
+
+class Update(_Record):
+    """One ``optimizer.step()`` that happened. Ranks other than a lead leave `groups` empty and `members` None."""
+
+    optimizer: Count
+    blocks: list[Count]  #: blocks with a gradient, ascending
+    agreement: Hash  #: XXH3-64 over the whole record as this rank saw it
+    groups: bytes = b""  #: values: hyper-parameters by value as this update used them
+    members: list[list[Count]] | None = None  #: sent when changed since the last update sent
+    scaling: bytes = b""  #: values: (grad_scale, found_inf) of an optimizer that unscales by itself
+
+
+class Entry(_Record):
+    """One tensor of a block's state. Entry 0 is the parameter, named ""; others are keys of the optimizer's state."""
+
+    key: str
+    dtype: Name
+    sizes: Shape
+    nbytes: Count
+
+
+class Anchor(_Record):
+    """A block's whole state at the end of this step; its bytes come in ANCHOR frames."""
+
+    block: Count
+    optimizer: int  #: index of the optimizer that has the block, -1 for none
+    entries: Annotated[list[Entry], Meta(max_length=64)]
+    values: bytes  #: values: dict of optimizer state that is not a tensor
+    reason: Text = ""
+
+
+class Digest(_Record):
+    """XXH3-64 of bytes ``[offset, offset + nbytes)`` of one entry at the end of the step (key "grad": of update 0's gradient)."""
+
+    block: Count
+    key: str
+    offset: Count
+    nbytes: Count
+    digest: Hash
+
+
+class Part(_Message):
+    """Closes `step` for `rank`. Complete once everything that it lists has arrived."""
+
+    rank: Count
+    step: Count
+    epoch: Count
+    gap: bool = False  #: this rank could not keep its gradients: the epoch ends before this step
+    begins: bool = False  #: closes nothing: this rank streams this epoch from the step after this one
+    updates: Annotated[list[Update], Meta(max_length=65536)] = []
+    anchors: list[Anchor] = []
+    audits: list[Digest] = []
+    gradients: list[Digest] = []  #: whole-block gradient digests, for agreement between replicas
+    groups: list[bytes] | None = None  #: values per optimizer: param groups as they stand now; None: as before
+    members: list[list[list[Count]]] | None = None  #: per optimizer: blocks of each group; None: as before
+    sidecar: dict[str, bytes] = {}  #: values by name; names not listed stand as before
+    dropped: list[str] = []  #: sidecar names that exist no more
+
+
+# ---------------------------------------------------------------- greeting, any connection
+
+
+class Hello(_Message):
+    """First message of a client. `nonce` proves nothing by itself; see `auth`."""
+
+    versions: list[int]
+    role: str  #: "control", "data", "reader" or "admin"
+    nonce: Id
+    capabilities: list[str] = []
+
+
+class Challenge(_Message):
+    """Server's answer: the version it chose, its own nonce and, with a token, its proof."""
+
+    version: int
+    nonce: Id
+    proof: bytes = b""
+    capabilities: list[str] = []
+
+
+class Proof(_Message):
+    proof: bytes = b""
+
+
+class Welcome(_Message):
+    server: str  #: e.g. "checkmate 0.1.0"
+
+
+class Refusal(_Message):
+    """Why not. `reason` is for people, `kind` for programs: one of `REFUSALS`."""
+
+    kind: str
+    reason: Text
+
+
+REFUSALS = ("version", "token", "usage", "live", "superseded", "mismatch", "memory", "missing", "busy", "unsupported")
+
+
+# ---------------------------------------------------------------- control connection: restart, then streaming
+
+
+class Prepare(_Message):
+    """Fence everything older of this run and report what can be reached. Idempotent per attempt id."""
+
+    run: Name
+    attempt: Attempt
+    fresh: bool = False
+
+
+class Prepared(_Message):
+    incarnation: Incarnation
+    steps: list[Count]  #: whole steps that can be adopted, ascending; empty: the shadow holds nothing of the run
+    world_size: Count = 0  #: of the attempt that wrote them
+    holder: Incarnation | None = None
+
+
+class Adopt(_Message):
+    """Go on from `step` (None: from nothing) with this spec. Idempotent."""
+
+    run: Name
+    incarnation: Incarnation
+    step: int | None
+    spec: Spec
+
+
+class Adopted(_Message):
+    epoch: Count
+    life: Count
+
+
+class Join(_Message):
+    """One rank's control connection is ready to stream. `spec` comes along when the shadow did not know the run."""
+
+    run: Name
+    incarnation: Incarnation
+    rank: Count
+    epoch: Count
+    life: Count  #: of the shadow's memory as this rank knows it, 0: unknown
+    step: Count  #: newest step that this rank has closed
+    spec: Spec | None = None
+
+
+class Joined(_Message):
+    epoch: Count
+    life: Count
+    received: int  #: the rank goes on sending from the step after this one
+    known: bool = True  #: False: send `Join` again with the spec
+
+
+class Attach(_Message):
+    """First message of a data connection, after the greeting. Only frames of this incarnation and rank follow."""
+
+    run: Name
+    incarnation: Incarnation
+    rank: Count
+    epoch: Count
+
+
+class Ack(_Message):
+    """applied <= stable <= received, all of `epoch`. What it claims: received in the memory of this replica."""
+
+    epoch: Count
+    received: int
+    stable: int
+    applied: int
+    recovery: int  #: newest step that a restart would find, -1 if none
+
+
+class Stable(_Message):
+    """Rank 0 to every shadow: all replicas in the view have received `step`."""
+
+    epoch: Count
+    step: Count
+
+
+class Resume(_Message):
+    """Stream gradients again, from your next step on, as `epoch`. Everything staged for older epochs is void."""
+
+    epoch: Count
+    reason: Text
+
+
+class Anchoring(_Message):
+    """Every rank streams: send the blocks that you own at a step of your choice from `step` on."""
+
+    epoch: Count
+    step: Count
+
+
+class Reanchor(_Message):
+    """These blocks differ: their owners send their state at the end of a step of their choice."""
+
+    epoch: Count
+    blocks: list[Count]
+    reason: Text
+
+
+class Report(_Message):
+    """Something to tell the user. `kind`: "differs" (audit), "replicas", "refused", "memory", "note"."""
+
+    kind: str
+    text: Text
+    step: Count = 0
+    fatal: bool = False
+
+
+class Ping(_Message):
+    step: Count  #: newest step that this rank has closed
+
+
+class Pong(_Message):
+    pass
+
+
+class Audit(_Message):
+    """Compare these digests with the state at `step`, which is the newest."""
+
+    step: Count
+    digests: list[Digest]
+
+
+class Audited(_Message):
+    step: Count
+    compared: Count
+    differing: list[Digest]
+    moved: bool = False  #: the shadow no longer stands at that step
+
+
+# ---------------------------------------------------------------- reader and admin connections
+
+
+class Lease(_Message):
+    """Hold one whole step for reading. step None: the newest. Released by closing the connection."""
+
+    run: str  #: "": the only run there is
+    step: int | None = None
+
+
+class Held(_Record):
+    """A block as the lease holds it."""
+
+    block: Block
+    optimizer: int
+    entries: list[Entry]
+    values: bytes
+
+
+class Leased(_Message):
+    run: Name
+    incarnation: Incarnation
+    step: Count
+    world_size: Count
+    held: list[Held]
+    optimizers: list[Optimizer]  #: groups and members as they stood at the end of the step
+    aliases: dict[str, str]
+    sidecars: dict[int, list[str]]  #: names per rank
+    fingerprint: Fingerprint
+
+
+class Read(_Message):
+    """Answered by one or more STATE frames per item, in order: (block, entry, offset, nbytes)."""
+
+    items: Annotated[list[tuple[Count, Count, Count, Count]], Meta(max_length=1 << 20)]
+
+
+class ReadSidecar(_Message):
+    rank: Count
+
+
+class Sidecar(_Message):
+    entries: dict[str, bytes]
+
+
+class GetStatus(_Message):
+    pass
+
+
+class Status(_Message):
+    runs: list[dict[str, Any]]
+    server: dict[str, Any]
+
+
+class Remove(_Message):
+    run: Name
+    force: bool = False
+
+
+class Done(_Message):
+    text: Text = ""
+
+
+Control = (
+    Hello | Challenge | Proof | Welcome | Refusal | Prepare | Prepared | Adopt | Adopted | Join | Joined | Attach | Ack
+    | Stable | Resume | Anchoring | Reanchor | Report | Ping | Pong | Audit | Audited | Lease | Leased | Read | ReadSidecar
+    | Sidecar | GetStatus | Status | Remove | Done
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_control = msgspec.msgpack.Decoder(Control)
+_part = msgspec.msgpack.Decoder(Part)
+
+
+def encode(message: Control | Part) -> bytes:
+    return _encoder.encode(message)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], what: str, data: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"malformed {what}: {error}") from None
+
+
+def decode(data: bytes | memoryview) -> Control:
+    """Parse a CONTROL payload."""
+    return _decode(_control, "control message", data)  # type: ignore[no-any-return]
+
+
+def decode_part(data: bytes | memoryview) -> Part:
+    """Parse a PART payload."""
+    return _decode(_part, "part", data)  # type: ignore[no-any-return]
