@@ -1,0 +1,57 @@
+"""TCP sockets, addresses, and the greeting with which every connection begins."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import NamedTuple
+
+from ..errors import UsageError
+from .base import Channel
+
+SOCKET_BUFFER_BYTES = 4 << 20
+#: An unreachable host is noticed after this long without an acknowledgement from its kernel.
+USER_TIMEOUT_MS = 20_000
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """``tcp://HOST:PORT`` or ``HOST:PORT``; an IPv6 host stands in brackets."""
+    rest = text.removeprefix("tcp://")
+    host, colon, port = rest.rpartition(":")
+    if "://" in rest or not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{text!r} is not an address; write tcp://HOST:PORT, for example tcp://10.0.0.5:7070")
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5)):
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def connect(address: Address, timeout_s: float) -> Channel:
+    """Open a connection. Raises OSError (with the address in it) when that takes longer or is refused."""
+    try:
+        sock = socket.create_connection(address, timeout_s)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot connect to {address}: {error.strerror or error}") from None
+    tune(sock)
+    return Channel(sock, str(address))
+
+
+def listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.create_server(address, family=family, backlog=1024)
+    return sock
