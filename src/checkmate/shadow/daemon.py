@@ -1,0 +1,249 @@
+"""The shadow's process: accepts connections, greets them, and hands them to their run.
+
+One thread per connection and one replayer per run. A connection that misbehaves is closed with one log line; nothing
+that it sent partially counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ..errors import CheckmateError, ProtocolError, StepNotFound, Unsupported
+from ..transport.base import Channel, Stream
+from ..transport.tcp import tune
+from ..wire.auth import ServerGreeting
+from ..wire.frames import MAX_BULK_BYTES, MAX_GREETING_BYTES, Header, Kind
+from ..wire.messages import (
+    Adopt, Attach, Control, Done, GetStatus, Join, Lease, Leased, Prepare, Read, ReadSidecar, Refusal, Remove, Sidecar, Status,
+)  # fmt: skip
+from .replay import Cut, bytes_of
+from .run import Limits, Member, NotTaken, Run
+
+log = logging.getLogger("checkmate.shadow")
+
+GREETING_S = 10.0
+_NAME_LIMIT = 200
+
+
+def release() -> str:
+    try:
+        return f"checkmate {version('checkmate-ckpt')}"
+    except PackageNotFoundError:
+        return "checkmate (not installed)"
+
+
+def check_run_name(name: str) -> None:
+    """Raises NotTaken unless `name` can serve as a file name everywhere: it may end up as one."""
+    ok = 0 < len(name) <= _NAME_LIMIT and name.isprintable() and not set(name) & set('/\\:*?"<>|') and name.strip(". ") == name
+    if not ok:
+        raise NotTaken(
+            "usage", f"run name {name[:40]!r}: use 1 to {_NAME_LIMIT} printable characters without / \\ : * ? \" < > | and edge dots"
+        )
+
+
+class Daemon:
+    """All runs of one shadow process. `serve` takes over the calling thread; `handle` serves one connection."""
+
+    def __init__(self, limits: Limits | None = None, token: bytes | None = None) -> None:
+        self.limits = limits or Limits()
+        self.runs: dict[str, Run] = {}
+        self._token = token
+        self._lock = threading.Lock()
+        self._began = time.time()
+        self._listener: socket.socket | None = None
+
+    # ------------------------------------------------------------ connections
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept connections until `stop`."""
+        self._listener = listener
+        while True:
+            try:
+                sock, peer = listener.accept()
+            except OSError:
+                return
+            tune(sock)
+            name = f"{peer[0]}:{peer[1]}"
+            threading.Thread(target=self.handle, args=(sock, name), name=f"connection {name}", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def handle(self, stream: Stream, peer: str) -> None:
+        """Serve one connection to its end. Never raises."""
+        channel = Channel(stream, peer)
+        try:
+            role = self._greet(channel)
+            if role == "control":
+                self._control(channel)
+            elif role == "data":
+                self._data(channel)
+            elif role:
+                self._reader(channel)
+        except CheckmateError as error:
+            if isinstance(error, ProtocolError):
+                log.warning("closing the connection from %s: %s", peer, error)
+            self._refuse(channel, error)
+        except OSError as error:
+            log.info("connection from %s ended: %s", peer, error)
+        except Exception:
+            log.exception("closing the connection from %s", peer)
+        finally:
+            channel.close()
+
+    @staticmethod
+    def _refuse(channel: Channel, error: CheckmateError) -> None:
+        kinds = {StepNotFound: "missing", Unsupported: "unsupported"}
+        refusal = error.message if isinstance(error, NotTaken) else Refusal(kinds.get(type(error), "usage"), str(error))
+        try:
+            channel.stream.settimeout(1.0)
+            channel.send(refusal)
+        except OSError:
+            pass  # the peer is gone, and with it whoever would have read this
+
+    def _greet(self, channel: Channel) -> str:
+        channel.limit_messages(MAX_GREETING_BYTES)
+        channel.stream.settimeout(GREETING_S)
+        greeting = ServerGreeting(self._token, release())
+        while not greeting.done:
+            if (message := channel.message()) is None:
+                return ""
+            reply = greeting.answer(message)
+            channel.send(reply)
+            if isinstance(reply, Refusal):
+                log.warning("refused %s: %s", channel.peer, reply.reason)
+                return ""
+        channel.limit_messages()
+        channel.stream.settimeout(None)
+        return greeting.role
+
+    def run(self, name: str, *, create: bool = False) -> Run:
+        """The run of that name. Raises NotTaken if there is none, or the name is not one."""
+        check_run_name(name)
+        with self._lock:
+            if name not in self.runs:
+                if not create:
+                    raise NotTaken("missing", f"this shadow holds no run {name!r}; it holds {sorted(self.runs) or 'none'}")
+                self.runs[name] = Run(name, self.limits)
+            return self.runs[name]
+
+    # ------------------------------------------------------------ control
+
+    def _control(self, channel: Channel) -> None:
+        member = Member(channel)
+        run: Run | None = None
+        joined = False
+        try:
+            while (message := channel.message()) is not None:
+                if joined and run is not None:
+                    run.heard_from(member, message)
+                    continue
+                match message:
+                    case Prepare(run=name):
+                        run = self.run(name, create=True)
+                        with run.changed:
+                            member.send(run.prepare(message, member))
+                    case Adopt(run=name):
+                        run = self.run(name)
+                        adopted = run.adopt(message)
+                        member.send(adopted)
+                    case Join(run=name):
+                        run = self.run(name, create=True)
+                        joined = run.join(message, member)
+                    case _:
+                        raise ProtocolError(f"{type(message).__name__} before this rank has joined")
+        finally:
+            if run is not None:
+                run.leave(member)
+
+    # ------------------------------------------------------------ data
+
+    def _data(self, channel: Channel) -> None:
+        message = channel.message()
+        if not isinstance(message, Attach):
+            raise ProtocolError("a data connection begins with Attach")
+        run = self.run(message.run)
+        run.attach(message, channel)
+        scratch = memoryview(bytearray(MAX_BULK_BYTES))
+        drained = False
+
+        def sink(header: Header) -> memoryview:
+            nonlocal drained
+            target = run.place(header, message, channel, scratch)
+            drained = target.obj is scratch.obj
+            return target
+
+        channel.use_sink(sink)
+        try:
+            while (frame := channel.receive()) is not None:
+                run.arrived(frame, message, channel, drained)
+        finally:
+            run.detach(message.rank, channel)
+
+    # ------------------------------------------------------------ readers and admins
+
+    def _reader(self, channel: Channel) -> None:
+        leased: tuple[Run, Any, Cut] | None = None
+        try:
+            while (message := channel.message()) is not None:
+                match message:
+                    case Lease():
+                        if leased is not None:
+                            leased[0].release(leased[1], leased[2])
+                        run = self.run(message.run or self._only_run())
+                        state, cut, holder = run.lease(message.step)
+                        leased = (run, state, cut)
+                        channel.send(
+                            Leased(
+                                run.name, holder, cut.step, state.spec.world_size, cut.held, cut.optimizers, state.spec.aliases,
+                                {rank: sorted(entries) for rank, entries in cut.sidecars.items()}, state.spec.fingerprint,
+                            )
+                        )  # fmt: skip
+                    case Read() if leased is not None:
+                        channel.send_frames(_pieces(message, leased[2]))
+                    case ReadSidecar(rank) if leased is not None:
+                        channel.send(Sidecar(leased[2].sidecars.get(rank, {})))
+                    case _:
+                        channel.send(self._admin(message))
+        finally:
+            if leased is not None:
+                leased[0].release(leased[1], leased[2])
+
+    def _only_run(self) -> str:
+        names = sorted(self.runs)
+        if len(names) != 1:
+            raise NotTaken("usage", f"name the run: this shadow holds {', '.join(names) or 'none'}")
+        return names[0]
+
+    def _admin(self, message: Control) -> Control:
+        match message:
+            case GetStatus():
+                server = {"server": release(), "pid": os.getpid(), "host": socket.gethostname(), "up_s": time.time() - self._began}
+                return Status([run.status() for run in list(self.runs.values())], server)
+            case Remove(name, force):
+                self.run(name).remove(force)
+                with self._lock:
+                    self.runs.pop(name, None)
+                return Done(f"run {name!r} is removed")
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a reader")
+
+
+def _pieces(message: Read, cut: Cut) -> Any:
+    """The frames that answer a `Read`."""
+    for block, entry, offset, nbytes in message.items:
+        if block >= len(cut.tensors) or entry >= len(cut.tensors[block]):
+            raise ProtocolError(f"read of block {block}, entry {entry}, which the lease does not hold")
+        memory = bytes_of(cut.tensors[block][entry].contiguous())
+        if offset + nbytes > len(memory):
+            raise ProtocolError(f"read of bytes {offset} to {offset + nbytes} of an entry of {len(memory)}")
+        for start in range(offset, offset + nbytes, MAX_BULK_BYTES):
+            piece = memory[start : min(start + MAX_BULK_BYTES, offset + nbytes)]
+            yield Header(Kind.STATE, len(piece), step=cut.step, block=block, entry=entry, offset=start), piece

@@ -1,0 +1,382 @@
+"""Agreement at one shadow for one incarnation: which steps are received, stable and applied, and in which epoch.
+
+A pure state machine: headers and parts in, decisions and effects out. It holds no tensor bytes and knows no socket,
+thread or clock; `run.Run` performs the effects. Its invariants stand in ``DESIGN.md`` beside this file::
+
+    applied <= stable <= received        within one epoch
+    recovery                             never falls while the shadow lives
+
+    streaming --(a rank reports a gap, or the run asks)--> resuming --(all ranks stream)--> anchoring --(all blocks)--> streaming
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..errors import ProtocolError
+from ..layout import Layout
+from ..wire.frames import Header, Kind
+from ..wire.messages import Anchor, Part
+from ..wire.ranges import RangeSet
+
+#: How many steps beyond the applied one may be in memory, complete or not.
+RING_STEPS = 3
+
+
+class Phase(Enum):
+    RESUMING = "resuming"  #: waiting until every rank streams in this epoch
+    ANCHORING = "anchoring"  #: streaming, but some blocks have no state yet
+    STREAMING = "streaming"  #: every block has its state: each stable step is a recovery point
+
+
+class Verdict(Enum):
+    TAKE = "take"  #: put the payload into its buffer
+    DRAIN = "drain"  #: a duplicate, or of a step or epoch that no longer counts: read it and forget it
+    WAIT = "wait"  #: the ring is full: do not read on before `applied` has moved
+
+
+# Effects. `Partition` returns them in the order in which they must be performed: a step is put in the queue of the
+# replayer before it is acknowledged, because an acknowledged step must survive everything but the shadow's death.
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Replay this step; its parts and buffers are complete and stable. Report back with `Partition.applied`."""
+
+    epoch: int
+    step: int
+    parts: dict[int, Part] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """After everything queued before: keep the state as the recovery point and begin an empty one beside it.
+
+    `keep` is False when the state never became whole: it is dropped, and what was frozen before stays.
+    """
+
+    epoch: int
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The buffers of this step are free."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell every rank where this shadow stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskResume:
+    """Tell every rank to stream as `epoch`."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskAnchors:
+    """Tell every rank to anchor the blocks that it owns, at steps from `step` on."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Report to the user, on the ranks named."""
+
+    kind: str
+    text: str
+    step: int
+    fatal: bool = False
+
+
+Effect = Apply | Freeze | Drop | Acknowledge | AskResume | AskAnchors | Tell
+
+
+@dataclass(slots=True)
+class Slot:
+    """What has come of one step."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    ranges: dict[tuple[Kind, int, int, int], RangeSet] = field(default_factory=dict)
+    expected_bytes: int = 0  #: listed by the parts that are here
+    arrived_bytes: int = 0
+
+
+class Partition:
+    """See the module. `phase` is where to begin:
+
+    - STREAMING at `base`, a whole step that the replayer holds;
+    - ANCHORING: no state yet, and step 0 comes first, with an anchor of every block (`base` is -1);
+    - RESUMING: no state, and the ranks are somewhere in their training (`base` is -1).
+
+    `gated` says that other replicas or partitions exist, so that stable comes from outside; a shadow alone gates on
+    itself.
+    """
+
+    def __init__(self, layout: Layout, *, epoch: int, phase: Phase, base: int = -1, gated: bool = False) -> None:
+        self.layout = layout
+        self.epoch = epoch
+        self.phase = phase
+        self.received = self.stable = self.applied_step = self._floor = base
+        self.frozen = -1  #: whole step kept from an earlier epoch of this incarnation, -1 if none
+        self.newest: dict[int, int] = {}  #: per rank, newest step whose part is here, in any epoch
+        self._gated = gated
+        self._ranks = range(layout.world_size)
+        self._slots: dict[int, Slot] = {}
+        self._starts: dict[int, int] = {}  #: while resuming: per rank, the first step that it streams in this epoch
+        self._unanchored: set[int] = set() if phase is Phase.STREAMING else set(range(len(layout.blocks)))
+        self._whole_at = base  #: the state is whole once this step is applied; means something while streaming
+        self._gap: tuple[int, str] | None = None  #: the first step that can never be complete, and why
+
+    # ------------------------------------------------------------ what it knows
+
+    @property
+    def recovery(self) -> int:
+        """Newest step that a restart would find, -1 if none."""
+        return self.stable if self.phase is Phase.STREAMING and self.stable >= 0 else self.frozen
+
+    @property
+    def missing(self) -> list[str]:
+        """For people: which ranks have not closed the step after `received`, and what they have closed."""
+        if self.phase is Phase.RESUMING:
+            return [f"rank {r} does not stream yet" for r in self._ranks if r not in self._starts]
+        step = self.received + 1
+        slot = self._slots.get(step)
+        if slot is None:
+            return []
+        return [
+            f"rank {r} has not closed step {step} (newest: {self.newest.get(r, 'none')})"
+            for r in self._ranks
+            if r not in slot.parts
+        ]
+
+    @property
+    def first(self) -> int:
+        """First step of this epoch; means nothing while resuming."""
+        return self._floor + 1
+
+    def blocks_without_state(self) -> int:
+        return len(self._unanchored)
+
+    # ------------------------------------------------------------ frames
+
+    def begin(self, header: Header) -> Verdict:
+        """A frame's header is here: what to do with its payload."""
+        self._check(header)
+        if header.epoch != self.epoch:
+            return Verdict.DRAIN
+        verdict = self._place(header)
+        if verdict is Verdict.TAKE and header.kind is not Kind.PART:
+            slot = self._slots.setdefault(header.step, Slot())
+            if header.kind is Kind.ANCHOR:
+                self.anchor(header)
+            ranges = slot.ranges.get(_key(header))
+            if ranges is not None and ranges.overlaps(header.offset, header.offset + header.length):
+                return Verdict.DRAIN
+        return verdict
+
+    def arrived(self, header: Header) -> list[Effect]:
+        """The payload of a frame that was to be taken is in its buffer and its checksum holds."""
+        if header.epoch != self.epoch or self._place(header) is Verdict.DRAIN:
+            return []
+        slot = self._slots.setdefault(header.step, Slot())
+        ranges = slot.ranges.setdefault(_key(header), RangeSet())
+        slot.arrived_bytes += ranges.add(header.offset, header.offset + header.length)
+        return self._advance()
+
+    def part(self, part: Part) -> list[Effect]:
+        """A rank has closed a step."""
+        self.newest[part.rank] = max(part.step, self.newest.get(part.rank, -1))
+        if part.epoch != self.epoch:
+            return []
+        if part.begins:
+            return self._start(part.rank, part.step + 1)
+        if part.gap:
+            if self._gap is None or part.step < self._gap[0]:
+                self._gap = (part.step, f"rank {part.rank} could not keep its gradients of step {part.step}")
+            return self._advance()
+        if self.phase is not Phase.RESUMING and part.step <= self.received:
+            return []
+        slot = self._slots.setdefault(part.step, Slot())
+        if part.rank in slot.parts:
+            return []
+        slot.expected_bytes += self._listed_bytes(part)
+        slot.parts[part.rank] = part
+        return self._advance()
+
+    def _place(self, header: Header) -> Verdict:
+        if self.phase is Phase.RESUMING:
+            # `begins` and small parts pass; gradients wait until it is known which step is the first to count.
+            start = min(self._starts.values(), default=header.step)
+            return Verdict.TAKE if header.kind is Kind.PART or header.step < start + RING_STEPS else Verdict.WAIT
+        if header.step <= self.received:
+            return Verdict.TAKE if header.kind is Kind.PART else Verdict.DRAIN
+        return Verdict.TAKE if header.step <= self.applied_step + RING_STEPS else Verdict.WAIT
+
+    def _check(self, header: Header) -> None:
+        """A frame that no correct rank sends."""
+        if header.rank not in self._ranks:
+            raise ProtocolError(f"{header}: there are {self.layout.world_size} ranks")
+        if header.kind is Kind.PART:
+            return
+        if header.kind not in (Kind.GRAD, Kind.ANCHOR):
+            raise ProtocolError(f"{header} on a data connection")
+        if header.block >= len(self.layout.blocks):
+            raise ProtocolError(f"{header}: there are {len(self.layout.blocks)} blocks")
+        if header.kind is Kind.GRAD:
+            piece = self.layout.slices[header.rank].get(header.block)
+            stop = header.offset + header.length
+            if piece is None or header.offset < piece.offset or stop > piece.offset + piece.nbytes:
+                raise ProtocolError(f"{header}: outside the slice of that rank, {piece}")
+
+    def anchor(self, header: Header) -> tuple[Anchor, int]:
+        """The anchor and the number of its entry that an ANCHOR frame belongs to. Its part must have come before."""
+        part = self._slots[header.step].parts.get(header.rank)
+        anchor = next((a for a in part.anchors if a.block == header.block), None) if part else None
+        if anchor is None or header.entry >= len(anchor.entries):
+            raise ProtocolError(f"{header}: entry {header.entry} is not listed in a part that came before")
+        if header.offset + header.length > anchor.entries[header.entry].nbytes:
+            raise ProtocolError(f"{header}: past the end of entry {header.entry}")
+        return anchor, header.entry
+
+    def _listed_bytes(self, part: Part) -> int:
+        mine = self.layout.slices[part.rank]
+        total = 0
+        for update in part.updates:
+            for block in update.blocks:
+                if block >= len(self.layout.blocks):
+                    raise ProtocolError(f"part of rank {part.rank}, step {part.step} lists block {block}")
+                if block in mine:
+                    total += mine[block].nbytes
+        for anchor in part.anchors:
+            if anchor.block >= len(self.layout.blocks) or self.layout.owners[anchor.block] != part.rank:
+                raise ProtocolError(f"part of rank {part.rank}, step {part.step} anchors block {anchor.block}, not its own")
+            if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[anchor.block].nbytes:
+                raise ProtocolError(f"anchor of block {anchor.block}: entry 0 is not the whole block")
+            total += sum(entry.nbytes for entry in anchor.entries)
+        return total
+
+    # ------------------------------------------------------------ progress
+
+    def _start(self, rank: int, step: int) -> list[Effect]:
+        """This rank streams from `step` on. Once all do, the epoch begins at the newest of their first steps."""
+        if self.phase is not Phase.RESUMING:
+            return []  # said again after a reconnection
+        self._starts.setdefault(rank, step)
+        if len(self._starts) < len(self._ranks):
+            return []
+        first = max(self._starts.values())
+        dropped = [step for step in self._slots if step < first]
+        for old in dropped:
+            del self._slots[old]
+        self.phase = Phase.ANCHORING
+        self.received = self.stable = self.applied_step = self._floor = first - 1
+        effects: list[Effect] = [Drop(old) for old in dropped]
+        return [*effects, AskAnchors(self.epoch, first), Acknowledge(), *self._advance()]
+
+    def _advance(self) -> list[Effect]:
+        """Move `received` over every step that is complete now."""
+        if self.phase is Phase.RESUMING:
+            return []
+        effects: list[Effect] = []
+        while (slot := self._slots.get(self.received + 1)) is not None and len(slot.parts) == len(self._ranks):
+            step = self.received + 1
+            if slot.arrived_bytes < slot.expected_bytes:
+                break
+            if slot.arrived_bytes > slot.expected_bytes:
+                raise ProtocolError(f"step {step} came with {slot.arrived_bytes} bytes, its parts list {slot.expected_bytes}")
+            if (trouble := self._disagreement(step, slot)) is not None:
+                effects.append(trouble)
+                if trouble.fatal:
+                    return effects + self.end_epoch(trouble.text)
+            self.received = step
+            effects.append(Acknowledge())
+            if not self._gated:
+                effects[-1:] = self._stabilise(step)
+        if self._gap is not None and self.received >= self._gap[0] - 1:
+            effects += self.end_epoch(self._gap[1])
+        return effects
+
+    def _disagreement(self, step: int, slot: Slot) -> Tell | None:
+        """Do the ranks of each replica set tell the same story of this step?"""
+        first = slot.parts[0]
+        for rank in self._ranks[1:]:
+            mine = [(u.optimizer, tuple(u.blocks)) for u in slot.parts[rank].updates]
+            if mine != [(u.optimizer, tuple(u.blocks)) for u in first.updates]:
+                text = (
+                    f"ranks 0 and {rank} took different optimizer steps in step {step}: "
+                    f"{len(first.updates)} and {len(mine)} updates, or gradients for different parameters"
+                )
+                return Tell("replicas", text, step, fatal=True)
+            for ours, theirs in zip(first.updates, slot.parts[rank].updates, strict=True):
+                if ours.agreement != theirs.agreement:
+                    text = f"ranks 0 and {rank} used different hyper-parameters in step {step} (optimizer {ours.optimizer})"
+                    return Tell("replicas", text, step)
+        seen: dict[int, tuple[int, int]] = {}
+        for rank in self._ranks:
+            for digest in slot.parts[rank].gradients:
+                other, value = seen.setdefault(digest.block, (rank, digest.digest))
+                if value != digest.digest:
+                    fqn = self.layout.blocks[digest.block].fqn if digest.block < len(self.layout.blocks) else "?"
+                    text = f"ranks {other} and {rank} hold different gradients of {fqn} in step {step}"
+                    return Tell("replicas", text, step)
+        return None
+
+    def stabilise(self, epoch: int, step: int) -> list[Effect]:
+        """Rank 0 says that every replica in the view has received `step`."""
+        if epoch != self.epoch or not self._gated:
+            return []
+        if step > self.received:
+            raise ProtocolError(f"step {step} called stable, but this replica has received only {self.received}")
+        return self._stabilise(step)
+
+    def _stabilise(self, step: int) -> list[Effect]:
+        effects: list[Effect] = []
+        while self.stable < step:
+            self.stable += 1
+            parts = self._slots.pop(self.stable).parts
+            for part in parts.values():
+                self._unanchored.difference_update(anchor.block for anchor in part.anchors)
+            if self.phase is Phase.ANCHORING and not self._unanchored:
+                self.phase, self._whole_at = Phase.STREAMING, self.stable
+            effects.append(Apply(self.epoch, self.stable, parts))
+        return [*effects, Acknowledge()] if effects else []
+
+    def applied(self, epoch: int, step: int) -> list[Effect]:
+        """The replayer has applied `step`."""
+        if epoch != self.epoch:
+            return [Drop(step)]
+        assert step == self.applied_step + 1 <= self.stable, (step, self.applied_step, self.stable)
+        self.applied_step = step
+        if self.phase is Phase.STREAMING and step >= self._whole_at:
+            self.frozen = -1
+        return [Drop(step), Acknowledge()]
+
+    def end_epoch(self, reason: str, epoch: int | None = None) -> list[Effect]:
+        """Stable steps stay; everything beyond is void; all ranks are asked to stream anew, as a later epoch."""
+        keep = self.phase is Phase.STREAMING
+        if keep:
+            self.frozen = self.stable
+        void = list(self._slots)
+        self._slots.clear()
+        self._gap = None
+        ended, self.epoch = self.epoch, max(self.epoch + 1, epoch or 0)
+        self.phase = Phase.RESUMING
+        self._starts = {}
+        self.received = self.stable = self.applied_step = -1
+        self._unanchored = set(range(len(self.layout.blocks)))
+        effects: list[Effect] = [Drop(step) for step in void]
+        return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]
+
+
+def _key(header: Header) -> tuple[Kind, int, int, int]:
+    return (header.kind, header.update, header.block, header.entry)

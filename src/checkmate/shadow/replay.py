@@ -1,0 +1,269 @@
+"""Replay: a run's blocks and optimizer state at one step, moved on by ``torch.optim`` itself.
+
+A `State` is changed by one thread only, its replayer. Readers take a `Cut`: references to every tensor of one whole
+step. Before the replayer changes a block that a cut refers to, it gives itself a copy and leaves the old memory to the
+cut; so a reader needs no lock while it sends, and never sees half a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest as xxh3
+
+from .. import values
+from ..errors import Mismatch, Unsupported
+from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
+
+Tensor = torch.Tensor
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``; anything that is not a dtype of torch is refused."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise Mismatch(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a dense contiguous CPU tensor, as writable bytes."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def optimizer_class(spec: Optimizer, allowed: Iterable[str] = ()) -> type[torch.optim.Optimizer]:
+    """Find the class by name: from ``torch.optim``, or from a module that the shadow was told to allow."""
+    if spec.module != "torch.optim" and spec.module not in allowed:
+        raise Unsupported(
+            f"optimizer class {spec.module}.{spec.name}: this shadow imports optimizers from torch.optim only; "
+            f"start it with --allow {spec.module}, where that module is installed"
+        )
+    found = getattr(importlib.import_module(spec.module), spec.name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise Unsupported(f"{spec.module}.{spec.name} is not an optimizer class on this shadow")
+    return found
+
+
+def make_optimizer(spec: Optimizer, groups: list[dict[str, Any]], allowed: Iterable[str] = ()) -> torch.optim.Optimizer:
+    """An optimizer of that class with these groups, still without parameters."""
+    cls = optimizer_class(spec, allowed)
+    accepted = inspect.signature(cls).parameters
+    arguments = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
+    return cls([{**group, "params": []} for group in groups], **arguments)
+
+
+def state_multiple(spec: Optimizer, allowed: Iterable[str] = ()) -> int:
+    """How many tensors as large as the parameter this optimizer keeps, found by one step on a tiny one."""
+    group = dict(values.loads(spec.groups)[0])
+    for name in ("foreach", "fused", "capturable"):
+        if name in group:
+            group[name] = False if name != "foreach" else None
+    optimizer = make_optimizer(spec, [group], allowed)
+    tiny = torch.nn.Parameter(torch.ones(3, 5))
+    tiny.grad = torch.ones(3, 5)
+    optimizer.param_groups[0]["params"].append(tiny)
+    optimizer.step()
+    return sum(1 for value in optimizer.state[tiny].values() if torch.is_tensor(value) and value.shape == tiny.shape)
+
+
+class Cut:
+    """References to everything of one whole step. `release` it, or the replayer goes on copying."""
+
+    def __init__(self, state: State) -> None:
+        self.step = state.step
+        self.held: list[Held] = []
+        self.tensors: list[list[Tensor]] = []
+        self.optimizers = state.optimizer_specs()
+        self.sidecars = {rank: dict(entries) for rank, entries in state.sidecars.items()}
+        for number, block in enumerate(state.spec.blocks):
+            index, entries, rest = state.entries(number)
+            described = [
+                Entry(key, str(t.dtype).removeprefix("torch."), list(t.shape), t.numel() * t.element_size())
+                for key, t in entries.items()
+            ]
+            self.held.append(Held(block, index, described, values.dumps(rest)))
+            self.tensors.append(list(entries.values()))
+
+
+class State:
+    """Parameters, optimizer state, groups and sidecars of one run at `step`; some blocks may still be without."""
+
+    def __init__(self, spec: Spec, allowed: Iterable[str] = ()) -> None:
+        self.spec = spec
+        self.step = -1
+        self.allowed = tuple(allowed)
+        self.params: list[torch.nn.Parameter | None] = [None] * len(spec.blocks)
+        self.optimizers = [make_optimizer(o, values.loads(o.groups), self.allowed) for o in spec.optimizers]
+        self.members = [[list(group) for group in o.members] for o in spec.optimizers]
+        self.groups = [o.groups for o in spec.optimizers]
+        self.sidecars: dict[int, dict[str, bytes]] = {}
+        self._cuts: list[Cut] = []
+        self._shared: set[int] = set()
+
+    # ------------------------------------------------------------ what it holds
+
+    @property
+    def whole(self) -> bool:
+        return all(param is not None for param in self.params)
+
+    def entries(self, block: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
+        """The optimizer that has this block (-1: none), its tensors by key ("" is the parameter), other state."""
+        param = self.params[block]
+        assert param is not None
+        tensors: dict[str, Tensor] = {"": param.detach()}
+        for index, optimizer in enumerate(self.optimizers):
+            if param in optimizer.state:
+                state = optimizer.state[param]
+                tensors.update({key: value for key, value in state.items() if torch.is_tensor(value)})
+                return index, tensors, {key: value for key, value in state.items() if not torch.is_tensor(value)}
+        return -1, tensors, {}
+
+    def optimizer_specs(self) -> list[Optimizer]:
+        """The optimizers with their groups as they stood when `step` was closed."""
+        return [
+            Optimizer(o.module, o.name, groups, members)
+            for o, groups, members in zip(self.spec.optimizers, self.groups, self.members, strict=True)
+        ]
+
+    def nbytes(self) -> int:
+        blocks = (i for i, param in enumerate(self.params) if param is not None)
+        return sum(t.numel() * t.element_size() for i in blocks for t in self.entries(i)[1].values())
+
+    # ------------------------------------------------------------ reading
+
+    def cut(self) -> Cut:
+        """Hold this step. Called with the replayer between two steps."""
+        cut = Cut(self)
+        self._cuts.append(cut)
+        self._shared = set(range(len(self.params)))
+        return cut
+
+    def release(self, cut: Cut) -> None:
+        if cut in self._cuts:
+            self._cuts.remove(cut)
+        if not self._cuts:
+            self._shared = set()
+
+    def _own(self, blocks: Iterable[int]) -> None:
+        """Leave the memory of these blocks to the cuts that refer to it; go on with a copy."""
+        for block in self._shared.intersection(blocks):
+            self._shared.discard(block)
+            param = self.params[block]
+            assert param is not None
+            param.data = param.detach().clone()
+            for optimizer in self.optimizers:
+                if param in optimizer.state:
+                    state = optimizer.state[param]
+                    state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
+
+    # ------------------------------------------------------------ moving on
+
+    def apply(
+        self,
+        step: int,
+        parts: Mapping[int, Part],
+        leads: Iterable[int],
+        gradient: Callable[[int, int], Tensor],
+        anchored: Callable[[int, int], Tensor],
+    ) -> None:
+        """Apply one step: its updates in order, then its anchors, then its groups and sidecars.
+
+        `gradient(update, block)` and `anchored(block, entry)` give the received tensors.
+        """
+        leading = [parts[rank] for rank in sorted(leads)]
+        for part in leading:
+            for number, update in enumerate(part.updates):
+                self._update(number, update, gradient)
+        for part in parts.values():
+            for anchor in part.anchors:
+                self.install(anchor, [anchored(anchor.block, entry) for entry in range(len(anchor.entries))])
+        for part in leading:
+            if part.groups is not None:
+                self.groups = list(part.groups)
+            if part.members is not None:
+                self.members = [[list(group) for group in optimizer] for optimizer in part.members]
+        for rank in set(self.sidecars) - set(parts):
+            del self.sidecars[rank]
+        for rank, part in parts.items():
+            entries = self.sidecars.setdefault(rank, {})
+            entries.update(part.sidecar)
+            for name in part.dropped:
+                entries.pop(name, None)
+        self.step = step
+
+    def _update(self, number: int, update: Update, gradient: Callable[[int, int], Tensor]) -> None:
+        optimizer = self.optimizers[update.optimizer]
+        if update.members is not None:
+            self.members[update.optimizer] = [list(group) for group in update.members]
+        blocks = set(update.blocks)
+        self._own(blocks)
+        hyper = values.loads(update.groups)
+        while len(optimizer.param_groups) < len(hyper):
+            optimizer.param_groups.append({**hyper[len(optimizer.param_groups)], "params": []})
+        stepped: list[torch.nn.Parameter] = []
+        for group, named, members in zip(optimizer.param_groups, hyper, self.members[update.optimizer], strict=True):
+            group.update(named)
+            if self.spec.replay == "fast" and "fused" in group:
+                group.update(fused=True, foreach=False)
+            present = [(b, p) for b in members if b in blocks and (p := self.params[b]) is not None]
+            group["params"] = [param for _, param in present]
+            for block, param in present:
+                param.grad = gradient(number, block)
+                stepped.append(param)
+        if update.scaling:
+            optimizer.grad_scale, optimizer.found_inf = values.loads(update.scaling)  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            for param in stepped:
+                param.grad = None
+            if update.scaling:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    def install(self, anchor: Anchor, tensors: list[Tensor]) -> None:
+        """Put a block's state in place of what was there."""
+        param = self.params[anchor.block]
+        if param is None:
+            param = torch.nn.Parameter(tensors[0], requires_grad=tensors[0].is_floating_point())
+            self.params[anchor.block] = param
+        else:
+            param.data = tensors[0]
+        self._shared.discard(anchor.block)
+        for optimizer in self.optimizers:
+            optimizer.state.pop(param, None)
+        if anchor.optimizer >= 0:
+            named = {entry.key: tensor for entry, tensor in zip(anchor.entries[1:], tensors[1:], strict=True)}
+            rest = values.loads(anchor.values)
+            if named or rest:
+                self.optimizers[anchor.optimizer].state[param] = {**named, **rest}
+
+    def respec(self, spec: Spec) -> None:
+        """Take over the block order and replica sets of another attempt that has the same blocks and optimizers."""
+        number = {block.fqn: i for i, block in enumerate(self.spec.blocks)}
+        order = [number[block.fqn] for block in spec.blocks]
+        place = {old: new for new, old in enumerate(order)}
+        self.params = [self.params[i] for i in order]
+        self.members = [[[place[i] for i in group] for group in optimizer] for optimizer in self.members]
+        self.spec = spec
+
+    def differing(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Those digests that this state does not match."""
+        return [d for d in digests if not self._matches(d)]
+
+    def _matches(self, digest: Digest) -> bool:
+        if digest.block >= len(self.params) or self.params[digest.block] is None:
+            return True
+        tensor = self.entries(digest.block)[1].get(digest.key)
+        if tensor is None:
+            return False
+        window = bytes_of(tensor)[digest.offset : digest.offset + digest.nbytes]
+        return xxh3(window) == digest.digest
+
+
+def empty_like(block: Block) -> Tensor:
+    """Uninitialised memory for one gradient or parameter of this block, on the CPU."""
+    return torch.empty(block.sizes, dtype=dtype_of(block.dtype))

@@ -1,0 +1,574 @@
+"""One run at one shadow: its memory, its replayer, and the attempts that feed it.
+
+Data connections put bytes into this run's buffers, `Partition` decides what they mean, and one replayer thread applies
+stable steps. Everything but the replayer's own state is guarded by `changed`, which is notified whenever a step moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckmateError, ProtocolError, Refused, StepNotFound, Superseded
+from ..layout import Layout
+from ..transport.base import Channel
+from ..wire.frames import Frame, Header, Kind
+from ..wire.messages import (
+    Ack, Adopt, Adopted, Anchor, Anchoring, Attach, Attempt, Audit, Audited, Control, Incarnation, Join, Joined, Part, Ping,
+    Pong, Prepare, Prepared, Reanchor, Refusal, Report, Resume, Spec, Stable, decode_part,
+)  # fmt: skip
+from .partition import (
+    RING_STEPS, Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze, Partition, Phase, Tell, Verdict,
+)  # fmt: skip
+from .replay import Cut, State, bytes_of, dtype_of, empty_like, state_multiple
+
+log = logging.getLogger("checkmate.shadow")
+
+#: A live attempt that has been silent for longer may be displaced.
+LEASE_S = 10.0
+#: How long `prepare` lets connections of dead workers deliver what their kernels still hold.
+DRAIN_S = 5.0
+
+
+class NotTaken(Refused):
+    """A refusal with its kind for the wire."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason, kind)
+        self.message = Refusal(kind, reason)
+
+
+@dataclass(slots=True)
+class Member:
+    """The control connection of one rank."""
+
+    channel: Channel
+    heard: float = field(default_factory=time.monotonic)
+    closed: bool = False
+
+    def send(self, message: Control) -> None:
+        try:
+            self.channel.send_nowait(message)
+        except OSError as error:
+            log.warning("control connection to %s is closed: %s", self.channel.peer, error)
+            self.closed = True
+            self.channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a shadow was started with."""
+
+    memory_bytes: int | None = None
+    threads: int | None = None
+    allowed: tuple[str, ...] = ()
+
+
+class Run:
+    """See the module."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.name = name
+        self.limits = limits
+        self.changed = threading.Condition()
+        self.attempt: Attempt | None = None
+        self.incarnation: Incarnation | None = None
+        self.state: State | None = None
+        self.holder: Incarnation | None = None  #: the attempt that wrote `state` last
+        self.frozen: tuple[State, Incarnation] | None = None
+        self.partition: Partition | None = None
+        self.epoch = 0
+        self.life = 0
+        self.last_error = ""
+        self.bytes_in = 0
+        self.heard = time.monotonic()
+        self._members: dict[int, Member] = {}
+        self._claim: Member | None = None
+        self._data: dict[int, Channel] = {}
+        self._buffers: dict[int, dict[tuple[Kind, int, int], torch.Tensor]] = {}
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
+        self._queue: deque[Apply | Freeze | None] = deque()
+        self._between_steps = threading.Lock()  #: held by the replayer while `state` changes
+        self._idle = True
+        self._replayer = threading.Thread(target=self._replay, name=f"replay {name}", daemon=True)
+        self._replayer.start()
+
+    # ------------------------------------------------------------ restart: prepare, adopt, join
+
+    def prepare(self, message: Prepare, member: Member) -> Prepared:
+        """Fence everything older, let it drain, and report what can be adopted. Idempotent per attempt."""
+        with self.changed:
+            again = self.attempt is not None and self.attempt.id == message.attempt.id
+            if not again:
+                self._check_displaceable(message.attempt)
+                old, self._claim, self.attempt = self.incarnation, member, message.attempt
+                self._drain()
+                number = (old.number if old else 0) + 1
+                self.incarnation = Incarnation(number, message.attempt.id)
+                self._fence()
+                if old is not None:
+                    log.info("run %s: attempt %s displaces %s", self.name, self.incarnation, old)
+            self._claim = member
+            assert self.incarnation is not None
+            held = self._recoverable()
+            steps = [held[0].step] if held else []
+            world = held[0].spec.world_size if held else 0
+            return Prepared(self.incarnation, steps, world, held[1] if held else None)
+
+    def _check_displaceable(self, attempt: Attempt) -> None:
+        old = self.attempt
+        if old is None or not self._live():
+            return
+        if old.job and old.job == attempt.job and attempt.restarts > old.restarts:
+            return
+        raise NotTaken(
+            "live",
+            f"run {self.name!r} is being trained by process {old.pid} on {old.host} "
+            f"(heard {self._silence():.1f} s ago); stop that job, or choose another run name",
+        )
+
+    def _live(self) -> bool:
+        return any(not m.closed for m in self._all_members()) and self._silence() < LEASE_S
+
+    def _all_members(self) -> list[Member]:
+        return [*self._members.values(), *([self._claim] if self._claim else [])]
+
+    def _silence(self) -> float:
+        return time.monotonic() - max((m.heard for m in self._all_members() if not m.closed), default=0.0)
+
+    def _drain(self) -> None:
+        """Dead workers' kernels still deliver: wait for their connections to end, then for the replayer."""
+        deadline = time.monotonic() + DRAIN_S
+        self.changed.wait_for(lambda: not self._data, max(0.0, deadline - time.monotonic()))
+        for channel in self._data.values():
+            channel.close()
+        self.changed.wait_for(lambda: not self._data, DRAIN_S)
+        self.changed.wait_for(lambda: self._idle and not self._queue)
+
+    def _fence(self) -> None:
+        """Nothing of an older attempt counts from here on; what was not whole is gone, what was whole stays."""
+        for old in self._members.values():
+            if old is not self._claim:
+                old.closed = True
+                old.channel.close()
+        self._members.clear()
+        self.partition = None
+        self._buffers.clear()
+        self._free.clear()
+        self._suspects.clear()
+        if self.state is not None and not self.state.whole:
+            self.state, self.holder = self.frozen or (None, None)
+            self.frozen = None
+
+    def _recoverable(self) -> tuple[State, Incarnation] | None:
+        if self.state is not None and self.state.whole and self.holder is not None:
+            return self.state, self.holder
+        return self.frozen
+
+    def adopt(self, message: Adopt) -> Adopted:
+        """Go on from the step chosen. Idempotent until the first rank has joined."""
+        with self.changed:
+            self._check_current(message.incarnation)
+            if message.step is None:
+                self._check_memory(message.spec)
+                if (held := self._recoverable()) is not None:
+                    self.frozen = held
+                self.state = State(message.spec, self.limits.allowed)
+                self._begin(message.spec, Phase.ANCHORING, -1)
+            else:
+                if self.state is None or not self.state.whole or self.state.step != message.step:
+                    raise NotTaken("missing", f"run {self.name!r}: step {message.step} is not held here")
+                self.state.respec(message.spec)
+                self._begin(message.spec, Phase.STREAMING, message.step)
+            self.holder = message.incarnation
+            return Adopted(self.epoch, self.life)
+
+    def _begin(self, spec: Spec, phase: Phase, base: int, epoch: int = 0) -> None:
+        self.epoch = max(self.epoch + 1, epoch)
+        self.life = secrets.randbits(62) + 1
+        self.partition = Partition(Layout(spec), epoch=self.epoch, phase=phase, base=base)
+
+    def _check_current(self, incarnation: Incarnation) -> None:
+        if self.incarnation is not None and incarnation != self.incarnation:
+            raise NotTaken(
+                "superseded",
+                f"run {self.name!r}: attempt {incarnation} is superseded by {self.incarnation}"
+                if incarnation.number <= self.incarnation.number
+                else f"run {self.name!r} is held here by attempt {self.incarnation}, which {incarnation} has not restored",
+            )
+
+    def _check_memory(self, spec: Spec) -> None:
+        if self.limits.memory_bytes is None:
+            return
+        model = sum(block.nbytes for block in spec.blocks)
+        multiple = max((state_multiple(o, self.limits.allowed) for o in spec.optimizers), default=0)
+        need = model * (1 + multiple) + RING_STEPS * model
+        if need > self.limits.memory_bytes:
+            raise NotTaken(
+                "memory",
+                f"run {self.name!r} needs about {need:,} bytes here (parameters {model:,}, optimizer state "
+                f"{multiple * model:,}, {RING_STEPS} gradients), and this shadow may use {self.limits.memory_bytes:,}",
+            )
+
+    def join(self, message: Join, member: Member) -> bool:
+        """A rank begins or goes on streaming. False: this run is unknown here, and the spec must come along."""
+        with self.changed:
+            if self.incarnation is None:
+                if message.spec is None:
+                    member.send(Joined(0, 0, -1, known=False))
+                    return False
+                self._check_memory(message.spec)
+                self.incarnation = self.holder = message.incarnation
+                self.attempt = Attempt(message.incarnation.id, "unknown host", 0)
+                self.state = State(message.spec, self.limits.allowed)
+                self._begin(message.spec, Phase.RESUMING, -1, message.epoch + 1)
+                log.info("run %s: begun anew by attempt %s at step %d", self.name, message.incarnation, message.step)
+            self._check_current(message.incarnation)
+            if self.partition is None:
+                raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not adopted a step")
+            if message.rank >= self.partition.layout.world_size:
+                raise NotTaken("usage", f"rank {message.rank} of {self.partition.layout.world_size}")
+            if message.life != self.life and message.epoch >= self.epoch:
+                self._perform(self.partition.end_epoch("the shadow was restarted", message.epoch + 1))
+            if (old := self._members.get(message.rank)) is not None and old is not member:
+                old.closed = True
+                old.channel.close()
+            self._members[message.rank] = member
+            if self._claim is member:
+                self._claim = None
+            member.send(Joined(self.epoch, self.life, self.partition.received))
+            if self.partition.phase is Phase.ANCHORING:
+                member.send(Anchoring(self.epoch, self.partition.first))
+            member.send(self._ack())
+            return True
+
+    def leave(self, member: Member) -> None:
+        with self.changed:
+            member.closed = True
+            self.changed.notify_all()
+
+    def remove(self, force: bool) -> None:
+        """Forget everything. Refused while the run is trained, unless forced."""
+        with self.changed:
+            if self._live() and not force:
+                raise NotTaken("live", f"run {self.name!r} is being trained; stop it first, or force")
+            self.incarnation = None
+            self._fence()
+            for channel in self._data.values():
+                channel.close()
+            self.state = self.frozen = self.holder = None
+            self._queue.append(None)
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------ messages of a joined rank
+
+    def heard_from(self, member: Member, message: Control) -> None:
+        member.heard = time.monotonic()
+        match message:
+            case Ping():
+                with self.changed:
+                    member.send(Pong())
+            case Stable(epoch, step):
+                with self.changed:
+                    if self.partition is not None:
+                        self._perform(self.partition.stabilise(epoch, step))
+            case Audit():
+                audited = self._audit(message)
+                with self.changed:
+                    member.send(audited)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a rank that has joined")
+
+    def _audit(self, message: Audit) -> Audited:
+        deadline = time.monotonic() + LEASE_S
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.state is None or self.state.step >= message.step or not self.partition, deadline - time.monotonic()
+            )
+            state = self.state
+        with self._between_steps:
+            if state is None or state.step != message.step:
+                return Audited(message.step, 0, [], moved=True)
+            differing = state.differing(message.digests)
+        with self.changed:
+            self._suspect(message.step, differing)
+        return Audited(message.step, len(message.digests), differing)
+
+    # ------------------------------------------------------------ data connections
+
+    def attach(self, message: Attach, channel: Channel) -> None:
+        """The data connection of a rank takes the place of its older one, which must have ended first."""
+        with self.changed:
+            self._check_current(message.incarnation)
+            if self.partition is None or message.rank >= self.partition.layout.world_size:
+                raise NotTaken("usage", f"rank {message.rank} has not joined run {self.name!r}")
+            if (old := self._data.get(message.rank)) is not None:
+                old.close()
+                if not self.changed.wait_for(lambda: self._data.get(message.rank) is not old, DRAIN_S):
+                    raise NotTaken("busy", f"an older data connection of rank {message.rank} does not end")
+            self._data[message.rank] = channel
+
+    def detach(self, rank: int, channel: Channel) -> None:
+        with self.changed:
+            if self._data.get(rank) is channel:
+                del self._data[rank]
+            self.changed.notify_all()
+
+    def place(self, header: Header, message: Attach, channel: Channel, scratch: memoryview) -> memoryview:
+        """Where the payload of this frame belongs. Blocks while the ring is full: then TCP holds the worker's sender."""
+        if header.incarnation != message.incarnation.id or header.rank != message.rank:
+            raise ProtocolError(f"{header}: of another attempt or rank than its connection")
+        with self.changed:
+            while True:
+                partition = self._partition_of(message, channel)
+                verdict = partition.begin(header)
+                if verdict is not Verdict.WAIT:
+                    break
+                self.changed.wait(1.0)
+            if header.kind is Kind.PART:
+                return memoryview(bytearray(header.length))
+            if verdict is Verdict.DRAIN:
+                return scratch[: header.length]
+            return self._buffer(partition, header)[header.offset : header.offset + header.length]
+
+    def arrived(self, frame: Frame, message: Attach, channel: Channel, drained: bool) -> None:
+        """A frame is whole and its checksum holds."""
+        header = frame.header
+        part = decode_part(frame.payload) if header.kind is Kind.PART else None
+        if part is not None and (part.rank != header.rank or part.step != header.step or part.epoch != header.epoch):
+            raise ProtocolError(f"{header} holds the part of rank {part.rank}, step {part.step}")
+        with self.changed:
+            partition = self._partition_of(message, channel)
+            self.bytes_in += header.length
+            self.heard = time.monotonic()
+            if part is not None:
+                self._perform(partition.part(part))
+            elif not drained:
+                self._perform(partition.arrived(header))
+
+    def _partition_of(self, message: Attach, channel: Channel) -> Partition:
+        # While `prepare` drains, the claim is new but the old partition still takes what the old attempt had sent.
+        if self.partition is None or self.incarnation != message.incarnation or self._data.get(message.rank) is not channel:
+            raise Superseded(f"rank {message.rank} of attempt {message.incarnation} is fenced")
+        return self.partition
+
+    def _buffer(self, partition: Partition, header: Header) -> memoryview:
+        key = (header.kind, header.block, header.update if header.kind is Kind.GRAD else header.entry)
+        buffers = self._buffers.setdefault(header.step, {})
+        if (tensor := buffers.get(key)) is None:
+            if header.kind is Kind.GRAD:
+                free = self._free.get(header.block)
+                tensor = free.pop() if free else empty_like(partition.layout.blocks[header.block])
+            else:
+                tensor = self._anchor_buffer(partition.anchor(header))
+            buffers[key] = tensor
+        return bytes_of(tensor)
+
+    @staticmethod
+    def _anchor_buffer(found: tuple[Anchor, int]) -> torch.Tensor:
+        anchor, entry = found
+        described = anchor.entries[entry]
+        tensor = torch.empty(described.sizes, dtype=dtype_of(described.dtype))
+        if tensor.numel() * tensor.element_size() != described.nbytes:
+            raise ProtocolError(f"anchor of block {anchor.block}: entry {entry} is not {described.nbytes} bytes")
+        return tensor
+
+    # ------------------------------------------------------------ effects
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Apply() | Freeze():
+                    self._queue.append(effect)
+                case Drop(step):
+                    for (kind, block, _), tensor in self._buffers.pop(step, {}).items():
+                        if kind is Kind.GRAD:
+                            self._free.setdefault(block, []).append(tensor)
+                case Acknowledge():
+                    self._tell_all(self._ack())
+                case AskResume(epoch, reason):
+                    self.epoch = epoch
+                    log.warning("run %s: epoch %d begins: %s", self.name, epoch, reason)
+                    self._tell_all(Resume(epoch, reason))
+                case AskAnchors(epoch, step):
+                    self._tell_all(Anchoring(epoch, step))
+                case Tell(kind, text, step, fatal):
+                    self._report(Report(kind, text, step, fatal))
+        if effects:
+            self.changed.notify_all()
+
+    def _ack(self) -> Ack:
+        p = self.partition
+        assert p is not None
+        return Ack(p.epoch, p.received, p.stable, p.applied_step, p.recovery)
+
+    def _tell_all(self, message: Control) -> None:
+        for member in self._members.values():
+            if not member.closed:
+                member.send(message)
+
+    def _report(self, report: Report) -> None:
+        self.last_error = report.text
+        log.warning("run %s: %s", self.name, report.text)
+        self._tell_all(report)
+
+    def _suspect(self, step: int, differing: list[Any]) -> None:
+        """Ask the owners of these blocks to anchor them anew."""
+        new = {d.block: d.key for d in differing if d.block not in self._suspects}
+        if not new or self.partition is None:
+            return
+        for block, key in new.items():
+            name = self.partition.layout.blocks[block].fqn
+            self._suspects[block] = f"audit at step {step}: {name}{' ' + key if key else ''} differs between trainer and shadow"
+            self.last_error = self._suspects[block]
+        self._tell_all(Reanchor(self.epoch, sorted(new), "audit"))
+
+    # ------------------------------------------------------------ the replayer's thread
+
+    def _replay(self) -> None:
+        while True:
+            with self.changed:
+                self._idle = True
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self._queue)
+                work = self._queue.popleft()
+                self._idle = False
+                partition, state, buffers = self.partition, self.state, self._buffers
+            if work is None:
+                return
+            if isinstance(work, Freeze):
+                self._freeze(work)
+            elif partition is not None and state is not None:
+                self._apply(work, partition, state, buffers.get(work.step, {}))
+
+    def _freeze(self, work: Freeze) -> None:
+        with self._between_steps, self.changed:
+            assert self.state is not None and self.holder is not None
+            if work.keep and self.state.whole:
+                self.frozen = (self.state, self.holder)
+            self._suspects.clear()
+            self.state = State(self.state.spec, self.limits.allowed)
+
+    def _apply(
+        self, work: Apply, partition: Partition, state: State, buffers: dict[tuple[Kind, int, int], torch.Tensor]
+    ) -> None:
+        def gradient(update: int, block: int) -> torch.Tensor:
+            found = buffers.get((Kind.GRAD, block, update))
+            return found if found is not None else empty_like(partition.layout.blocks[block])
+
+        anchors = {a.block: a for part in work.parts.values() for a in part.anchors}
+
+        def anchored(block: int, entry: int) -> torch.Tensor:
+            found = buffers.get((Kind.ANCHOR, block, entry))
+            return found if found is not None else self._anchor_buffer((anchors[block], entry))
+
+        try:
+            with self._between_steps:
+                self._set_numerics(state.spec)
+                differences = {b: _largest(state, a, anchored) for b, a in anchors.items() if b in self._suspects}
+                state.apply(work.step, work.parts, partition.layout.leads, gradient, anchored)
+                digests = [d for part in work.parts.values() for d in part.audits]
+                differing = state.differing(digests) if state.whole else []
+        except (CheckmateError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+            self._broken(work, partition, state.spec, error)
+            return
+        with self.changed:
+            for block, largest in differences.items():
+                text = f"{self._suspects.pop(block)} by up to {largest:g}; anchored anew at step {work.step}"
+                self._report(Report("differs", text, work.step))
+            self._suspect(work.step, differing)
+            if state.whole and self.frozen is not None:
+                self.frozen = None
+            if self.partition is partition:
+                self._perform(partition.applied(work.epoch, work.step))
+
+    def _set_numerics(self, spec: Spec) -> None:
+        threads = spec.fingerprint.threads if spec.replay == "match" else self.limits.threads
+        if threads is not None and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        torch.set_flush_denormal(spec.fingerprint.flush_denormal)
+
+    def _broken(self, work: Apply, partition: Partition, spec: Spec, error: Exception) -> None:
+        """A step that this shadow cannot apply: its state is of no step any more, so begin again from anchors."""
+        log.exception("run %s: step %d cannot be applied", self.name, work.step)
+        with self.changed:
+            self.state = State(spec, self.limits.allowed)
+            self._report(Report("refused", f"the shadow cannot apply step {work.step}: {error}", work.step, fatal=True))
+            if self.partition is partition:
+                self._perform(partition.end_epoch(str(error)))
+
+    # ------------------------------------------------------------ reading
+
+    def lease(self, step: int | None) -> tuple[State, Cut, Incarnation]:
+        """Hold one whole step for a reader."""
+        with self._between_steps, self.changed:
+            held = self._recoverable()
+            if held is None:
+                raise StepNotFound(f"run {self.name!r} has no whole step yet")
+            state, holder = held
+            if step is not None and step != state.step:
+                raise StepNotFound(f"run {self.name!r}: step {step} is not held; the one step that is whole here is {state.step}")
+            return state, state.cut(), holder
+
+    def release(self, state: State, cut: Cut) -> None:
+        with self._between_steps:
+            state.release(cut)
+
+    def status(self) -> dict[str, Any]:
+        with self.changed:
+            p, state = self.partition, self.state
+            newest = max(p.newest.values(), default=p.received) if p else -1
+            return {
+                "run": self.name,
+                "incarnation": str(self.incarnation) if self.incarnation else "",
+                "live": self._live(),
+                "epoch": self.epoch,
+                "phase": p.phase.value if p else "idle",
+                "world_size": p.layout.world_size if p else 0,
+                "received": p.received if p else (state.step if state else -1),
+                "stable": p.stable if p else (state.step if state else -1),
+                "applied": p.applied_step if p else (state.step if state else -1),
+                "recovery": p.recovery if p else (held[0].step if (held := self._recoverable()) else -1),
+                "newest": newest,
+                "lag": max(0, newest - p.received) if p else 0,
+                "waiting_for": p.missing if p else [],
+                "blocks_without_state": p.blocks_without_state() if p else 0,
+                "bytes_in": self.bytes_in,
+                "memory_bytes": self.memory_bytes(),
+                "silent_s": round(time.monotonic() - self.heard, 3),
+                "last_error": self.last_error,
+            }
+
+    def memory_bytes(self) -> int:
+        """Tensor bytes held: states, gradients and anchors."""
+        tensors = [t for step in self._buffers.values() for t in step.values()] + [t for f in self._free.values() for t in f]
+        held = [state for state in (self.state, self.frozen[0] if self.frozen else None) if state is not None]
+        with contextlib.suppress(RuntimeError):  # the replayer may add to a state while it is counted
+            return sum(t.numel() * t.element_size() for t in tensors) + sum(state.nbytes() for state in held)
+        return -1
+
+
+def _largest(state: State, anchor: Anchor, anchored: Any) -> float:
+    """Largest absolute difference between a block's state here and its anchor."""
+    if state.params[anchor.block] is None:
+        return 0.0
+    _, tensors, _ = state.entries(anchor.block)
+    largest = 0.0
+    for number, entry in enumerate(anchor.entries):
+        ours, theirs = tensors.get(entry.key), anchored(anchor.block, number)
+        if ours is None or ours.shape != theirs.shape:
+            return float("inf")
+        if ours.numel():
+            largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
+    return largest
+
+
