@@ -1,0 +1,300 @@
+"""Reading a run: a lease on one whole step, and a DCP ``StorageReader`` over it.
+
+``dcp.load(state_dict, storage_reader=checkmate.ShadowReader("tcp://host:7070"))`` works for anyone, also while the run
+trains. Keys are those that DCP gives a nested ``{"model": …, "optimizer": {"state": …, "param_groups": …}}``.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata,
+)  # fmt: skip
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from . import values
+from .errors import ProtocolError, Refused, Unreachable
+from .shadow.replay import bytes_of, dtype_of
+from .transport.base import Channel, call, greet
+from .transport.tcp import Address, connect, parse_address
+from .wire.frames import Header, Kind, into_new_memory
+from .wire.messages import Entry, Lease, Leased, Read, ReadSidecar, Sidecar
+
+
+def open_channel(address: Address, role: str, token: bytes | None, timeout_s: float) -> Channel:
+    """Connect and greet, trying again until `timeout_s` has passed. Raises Unreachable, or Refused at once."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            channel = connect(address, max(0.1, min(left, 5.0)))
+            greet(channel, role, token)
+            return channel
+        except OSError as error:
+            if time.monotonic() + 0.2 > deadline:
+                raise Unreachable(f"{address} did not answer within {timeout_s:g} s: {error}") from error
+            time.sleep(0.2)
+
+
+Item = tuple[int, int, int, memoryview]  #: block, entry, offset in bytes, where the bytes go
+
+
+class Reader:
+    """One connection with one lease: the step does not change under it, whatever the run does."""
+
+    def __init__(self, address: str | Address, run: str = "", step: int | None = None, *, token: bytes | None = None, timeout_s: float = 60.0):
+        address = parse_address(address) if isinstance(address, str) and not isinstance(address, Address) else address
+        assert isinstance(address, Address)
+        self._timeout_s = timeout_s
+        self._channel = open_channel(address, "reader", token, timeout_s)
+        try:
+            answer = call(self._channel, Lease(run, step), timeout_s)
+        except OSError as error:
+            raise Unreachable(f"{address}: {error}") from error
+        if not isinstance(answer, Leased):
+            raise ProtocolError(f"{address} answered a lease with {type(answer).__name__}")
+        self.leased = answer
+        self.place = {held.block.fqn: i for i, held in enumerate(answer.held)}
+
+    def read(self, items: Iterable[Item]) -> None:
+        """Fill each item's memory. Raises Unreachable if the shadow goes away or falls silent."""
+        items = [item for item in items if len(item[3])]
+        progress = _Progress(items)
+        self._channel.use_sink(progress.sink)
+        try:
+            self._channel.send(Read([(block, entry, offset, len(memory)) for block, entry, offset, memory in items]))
+            while progress.left:
+                frame = self._channel.receive()
+                if frame is None:
+                    raise ConnectionResetError("closed in the middle of a read")
+                if frame.header.kind is Kind.CONTROL:
+                    raise Refused(f"the shadow ended the read: {bytes(frame.payload)!r}")
+        except OSError as error:
+            raise Unreachable(f"reading step {self.leased.step} from {self._channel.peer}: {error or 'timeout'}") from error
+        finally:
+            self._channel.use_sink(into_new_memory())
+
+    def sidecar(self, rank: int) -> dict[str, bytes]:
+        """Sidecar entries of a rank at the leased step, encoded."""
+        answer = call(self._channel, ReadSidecar(rank), self._timeout_s)
+        if not isinstance(answer, Sidecar):
+            raise ProtocolError(f"{type(answer).__name__} in answer to ReadSidecar")
+        return answer.entries
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """Per optimizer: its param groups at the leased step, each with the FQNs of its parameters as "params"."""
+        found = []
+        for optimizer in self.leased.optimizers:
+            names = [[self.leased.held[b].block.fqn for b in group] for group in optimizer.members]
+            groups = values.loads(optimizer.groups)
+            found.append([{**group, "params": members} for group, members in zip(groups, names, strict=True)])
+        return found
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Progress:
+    """Leads the STATE frames of one read to their places, and takes no other."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = items
+        self._at = 0
+        self.left = sum(len(item[3]) for item in items)
+
+    def sink(self, header: Header) -> memoryview:
+        if header.kind is Kind.CONTROL:
+            return memoryview(bytearray(min(header.length, 65536)))
+        block, entry, offset, memory = self._items[0] if self._items else (-1, -1, -1, memoryview(b""))
+        at = header.offset - offset
+        ours = (header.kind, header.block, header.entry) == (Kind.STATE, block, entry)
+        if not ours or at != self._at or at + header.length > len(memory):
+            raise ProtocolError(f"{header} is not what was asked for")
+        self._at += header.length
+        self.left -= header.length
+        if self._at == len(memory):
+            self._items = self._items[1:]
+            self._at = 0
+        return memory[at : at + header.length]
+
+
+def empty(entry: Entry) -> torch.Tensor:
+    """Uninitialised memory for one entry, on the CPU."""
+    return torch.empty(entry.sizes, dtype=dtype_of(entry.dtype))
+
+
+class ShadowReader(StorageReader):
+    """Reads a run from its shadow into ``dcp.load``.
+
+    Args:
+        address: ``tcp://HOST:PORT`` of the shadow.
+        run: name of the run; may be left out where the shadow holds only one.
+        step: the step wanted; by default the newest whole one.
+        token: as given to the shadow.
+        timeout: seconds to wait for the shadow to be there, and for each of its answers.
+
+    Raises Unreachable, Refused, StepNotFound.
+    """
+
+    def __init__(self, address: str, run: str = "", step: int | None = None, *, token: str | bytes | None = None, timeout: float = 60.0) -> None:
+        self._arguments = (address, run, step)
+        self._token = token.encode() if isinstance(token, str) else token
+        self._timeout_s = timeout
+        self._reader: Reader | None = None
+        self._values: dict[str, Any] = {}
+        self._where: dict[str, tuple[int, int]] = {}
+
+    @property
+    def reader(self) -> Reader:
+        """The lease, taken at first use."""
+        if self._reader is None:
+            address, run, step = self._arguments
+            self._reader = Reader(address, run, step, token=self._token, timeout_s=self._timeout_s)
+        return self._reader
+
+    def close(self) -> None:
+        """Give the lease back."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    # ------------------------------------------------------------ StorageReader
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return checkpoint_id is None or str(checkpoint_id).startswith("tcp://")
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        if checkpoint_id is not None:
+            self._arguments = (str(checkpoint_id), *self._arguments[1:])
+
+    def read_metadata(self) -> Metadata:
+        reader = self.reader
+        tensors: dict[str, Any] = {}
+        flat, planner_data = flatten_state_dict(self._tree(reader))
+        for key, leaf in flat.items():
+            if isinstance(leaf, _Leaf):
+                self._where[key] = (leaf.block, leaf.entry)
+                tensors[key] = leaf.metadata(reader)
+            else:
+                self._values[key] = leaf
+                tensors[key] = BytesStorageMetadata()
+        return Metadata(tensors, planner_data=planner_data)
+
+    @staticmethod
+    def _tree(reader: Reader) -> dict[str, Any]:
+        """The run as a nested state dict, with leaves in place of tensors."""
+        model: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        for number, held in enumerate(reader.leased.held):
+            model[held.block.fqn] = _Leaf(number, 0)
+            entries: dict[str, Any] = {e.key: _Leaf(number, i) for i, e in enumerate(held.entries) if i}
+            entries.update(values.loads(held.values))
+            if entries:
+                state[held.block.fqn] = entries
+        model.update({alias: model[fqn] for alias, fqn in reader.leased.aliases.items()})
+        groups = [group for optimizer in reader.groups() for group in optimizer]
+        return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "step": reader.leased.step}
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: list[Item] = []
+        indirect: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for request in plan.items:
+            if request.type is LoadItemType.BYTE_IO:
+                buffer = io.BytesIO()
+                torch.save(self._values[request.storage_index.fqn], buffer)  # made here, of decoded values: DCP unpickles it
+                buffer.seek(0)
+                planner.load_bytes(request, buffer)
+                continue
+            target = planner.resolve_tensor(request).detach()
+            items += self._items(request, target, indirect)
+            planner.commit_tensor(request, target)
+        self.reader.read(items)
+        for target, plain in indirect:
+            target.copy_(plain)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _items(self, request: Any, target: torch.Tensor, indirect: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Item]:
+        """What to read for one request: rows that are contiguous in the shadow, into the target or a plain copy of it."""
+        block, entry = self._where[request.storage_index.fqn]
+        described = self.reader.leased.held[block].entries[entry]
+        plain = target
+        if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != dtype_of(described.dtype):
+            plain = torch.empty(target.shape, dtype=dtype_of(described.dtype))
+            indirect.append((target, plain))
+        memory = bytes_of(plain)
+        size = plain.element_size()
+        return [
+            (block, entry, source * size, memory[at * size : (at + count) * size])
+            for source, at, count in runs(described.sizes, list(request.storage_offsets), list(request.lengths))
+        ]
+
+
+def runs(sizes: list[int], offsets: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
+    """Contiguous element runs of a box in a row-major tensor: (start in the tensor, start in the box, count)."""
+    if any(length == 0 for length in lengths):
+        return
+    strides = [1] * len(sizes)
+    for i in range(len(sizes) - 2, -1, -1):
+        strides[i] = strides[i + 1] * sizes[i + 1]
+    inner = len(sizes)
+    while inner > 0 and lengths[inner - 1] == sizes[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)  # dimensions before this one are walked; from it on, the box is one run
+    count = 1
+    for length in lengths[outer:]:
+        count *= length
+    index = [0] * outer
+    at = 0
+    while True:
+        start = sum((o + i) * s for o, i, s in zip(offsets, index, strides, strict=False))
+        start += sum(o * s for o, s in zip(offsets[outer:], strides[outer:], strict=True))
+        yield start, at, count
+        at += count
+        for d in range(outer - 1, -1, -1):
+            index[d] += 1
+            if index[d] < lengths[d]:
+                break
+            index[d] = 0
+        else:
+            return
+
+
+class _Leaf:
+    """Stands for a tensor in the tree."""
+
+    def __init__(self, block: int, entry: int) -> None:
+        self.block, self.entry = block, entry
+
+    def metadata(self, reader: Reader) -> TensorStorageMetadata:
+        held = reader.leased.held[self.block]
+        entry = held.entries[self.entry]
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(entry.sizes)), torch.Size(entry.sizes))
+        return TensorStorageMetadata(TensorProperties(dtype=dtype_of(entry.dtype)), torch.Size(entry.sizes), [chunk])
+
+

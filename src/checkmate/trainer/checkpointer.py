@@ -1,0 +1,498 @@
+"""`attach` and the `Checkpointer`: the library as its users see it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ReplicasDiffer, Unreachable, UsageError
+from ..layout import Layout
+from ..recovery import ShadowReader
+from ..shadow.daemon import check_run_name
+from ..transport.tcp import Address, parse_address
+from ..wire.messages import Audit, Incarnation
+from . import rng
+from .buckets import Buckets
+from .data import Batches
+from .installing import install
+from .link import Link
+from .model import Shadowed, describe, unwrap
+from .recorder import Recorder
+from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, rank_and_world, together
+from .sidecar import Sidecars, Stateful, check_stateful
+from .staging import Pool, aligned
+from .tap import Tap
+
+log = logging.getLogger("checkmate")
+
+#: Staging memory by default: this much, or four times what a step sends, whichever is more.
+STAGING_BYTES = 256 << 20
+#: A recovery point that is older than this many steps is worth a warning.
+LAG_STEPS = 2
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    shadow: str,
+    run: str,
+    stateful: Mapping[str, Stateful] | None = None,
+    tap: Literal["step"] = "step",
+    replay: Literal["match", "fast"] = "match",
+    on_lag: Literal["degrade", "block"] = "degrade",
+    staging_bytes: int | None = None,
+    block_timeout: float = 300.0,
+    fresh: bool = False,
+    token: str | bytes | None = None,
+) -> Checkpointer:
+    """Shadow a training loop. Call it on every rank, after DDP wrapping and before training; then `restore`.
+
+    Args:
+        model: a plain module or ``DistributedDataParallel``; parameters on CPU or CUDA, dense and real.
+        optimizer: one optimizer or several, over parameters of `model`.
+        shadow: ``tcp://HOST:PORT`` of a process started with ``checkmate shadow``.
+        run: name of the run at that shadow; a restart under the same name goes on from where it stopped.
+        stateful: objects with ``state_dict`` and ``load_state_dict`` that belong to a step: scheduler, GradScaler, …
+        tap: where gradients are read; "step" is at ``optimizer.step()``.
+        replay: "match" replays with the trainer's own optimizer flags, bit for bit; "fast" with fused kernels.
+        on_lag: "degrade" never waits for the shadow; "block" waits until at most one step is not safe.
+        staging_bytes: host memory of this rank that may hold steps on their way to the shadow.
+        block_timeout: seconds that "block" waits before it degrades; below the process group's timeout.
+        fresh: begin a new lineage beside what the shadow holds of this run.
+        token: the shared secret that the shadow was started with.
+
+    Raises UsageError for a wrong argument, Unsupported for a model or optimizer that cannot be shadowed.
+    """
+    if tap != "step":
+        raise UsageError(f"tap={tap!r} is not available; this version has tap='step'")
+    if replay not in ("match", "fast") or on_lag not in ("degrade", "block"):
+        raise UsageError(f"replay is 'match' or 'fast', not {replay!r}; on_lag is 'degrade' or 'block', not {on_lag!r}")
+    if "," in shadow:
+        raise UsageError("several shadows are not available yet; give one address")
+    try:
+        check_run_name(run)
+    except Exception as error:
+        raise UsageError(str(error)) from None
+    address = parse_address(shadow)
+    optimizers = unwrap(optimizer)
+    objects = check_stateful(stateful)
+    shadowed = together(lambda: describe(model, optimizers, replay))
+    secret = token.encode() if isinstance(token, str) else token
+    return Checkpointer(
+        model, shadowed, address, run, objects, on_lag=on_lag, staging_bytes=staging_bytes, block_timeout=block_timeout,
+        fresh=fresh, token=secret,
+    )  # fmt: skip
+
+
+class Checkpointer:
+    """What `attach` returns: one per training process. Also a context manager, which closes it."""
+
+    def __init__(
+        self, model: torch.nn.Module, shadowed: Shadowed, address: Address, run: str, stateful: Mapping[str, Stateful], *,
+        on_lag: str, staging_bytes: int | None, block_timeout: float, fresh: bool, token: bytes | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size = rank_and_world()
+        self._address, self._run, self._fresh, self._token = address, run, fresh, token
+        self._shadowed = shadowed
+        self._layout = Layout(shadowed.spec)
+        self._block_s = block_timeout if on_lag == "block" else 0.0
+        own = sum(aligned(s.nbytes) for s in self._layout.slices[self.rank].values())
+        limit = staging_bytes if staging_bytes is not None else max(STAGING_BYTES, 4 * own)
+        self._pool = Pool(max(limit, 2 * own), pinned=shadowed.spec.fingerprint.device == "cuda")
+        ddp = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
+        shared_buffers = ddp is not None and ddp.broadcast_buffers and self.rank != 0
+        self._sidecars = Sidecars(stateful, {} if shared_buffers else shadowed.buffers)
+        self._recorder = Recorder(shadowed, self._layout, self.rank, self._pool, self._sidecars, self._on_full)
+        self._buckets = None
+        if ddp is not None:
+            self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
+        self._taps = [
+            Tap(o, lambda i=i: self._before(i), lambda i=i: self._recorder.after(i))  # type: ignore[misc]
+            for i, o in enumerate(shadowed.optimizers)
+        ]
+        self._link: Link | None = None
+        self._step = 0
+        self._restored = False
+        self._trained = False
+        self._closed = False
+        self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
+        self._batches: list[Batches] = []
+        self._drift: list[str] = []
+        self._merged = 0
+        self._gaps = 0
+        self._differences = 0
+        self._told = False  #: the user knows that the recovery point is old
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    # ------------------------------------------------------------ restore
+
+    def restore(self, step: int | None = None, *, timeout: float = 300.0, missing_ok: bool = False) -> int:
+        """Put this process into the newest step that the shadow holds; 0 if it holds none. A collective; call it once.
+
+        Parameters, optimizer state, param groups, buffers, RNG and `stateful` objects become those of that step, bit
+        for bit. Where the shadow holds nothing of the run, the present state becomes step 0 and is safe on return.
+
+        Args:
+            step: this step and no other.
+            timeout: seconds to wait for the shadow. No answer is never taken for an empty shadow.
+            missing_ok: if the shadow cannot be reached, go on from 0 unprotected instead of raising.
+
+        Raises Unreachable, Refused (another job trains this run), StepNotFound, Mismatch, UsageError.
+        """
+        if self._closed or self._restored:
+            raise UsageError("restore() is called once, before training" if self._restored else "this Checkpointer is closed")
+        if self._trained:
+            raise UsageError("restore() after training has begun; call it right after attach()")
+        deadline = time.monotonic() + timeout
+        for tap in self._taps:
+            tap.move_last()
+        meeting = Rendezvous(self._address, self._run, self._shadowed.spec, self._token, deadline)
+        try:
+            agreed = from_rank_zero(lambda: meeting.agree(attempt(), step, self._fresh))
+        except Unreachable as error:
+            if not missing_ok:
+                raise
+            log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
+            return self._begin(Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id)), None, 0, 0), None)
+        try:
+            if agreed.step is not None:
+                together(lambda: self._load(agreed, deadline))
+            self._begin(agreed, deadline)
+        finally:
+            meeting.close()
+        return self._step
+
+    def _load(self, agreed: Agreed, deadline: float) -> None:
+        left = max(1.0, deadline - time.monotonic())
+        reader = ShadowReader(str(self._address), self._run, agreed.step, token=self._token, timeout=left)
+        try:
+            self._held = install(self._shadowed, self._sidecars, reader, self.rank)
+        finally:
+            reader.close()
+        self._restore_buckets(agreed)
+        rng.install(self._held["rng"]) if "rng" in self._held else None
+
+    def _restore_buckets(self, agreed: Agreed) -> None:
+        if self._buckets is None:
+            return
+        if agreed.world_size != self.world_size:
+            why: str | None = f"the world size was {agreed.world_size} and is {self.world_size}"
+        else:
+            why = self._buckets.restore(self._held.get("buckets"))
+        if why is not None:
+            self._drift.append(why)
+            if self.rank == 0:
+                log.warning("checkmate: the next gradients may differ in their last bits from an uninterrupted run: %s", why)
+
+    def _begin(self, agreed: Agreed, deadline: float | None) -> int:
+        """Connect, and make what this process holds now the state that the shadow goes on from."""
+        self._step = agreed.step or 0
+        self._restored = True
+        if self._buckets is not None:
+            self._buckets.record()
+            if self.rank == 0:
+                self._sidecars.extra["buckets"] = self._buckets.state
+        self._recorder.begin_epoch(agreed.epoch)
+        self._link = self._recorder.link = Link(
+            self._address, self._run, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
+            epoch=agreed.epoch, life=agreed.life, step=self._step, token=self._token,
+        )  # fmt: skip
+        if agreed.step is not None:
+            self._recorder.all_anchored()
+        elif deadline is not None:
+            self._recorder.close_first(0)
+        if deadline is not None:
+            together(lambda: self._await_first(deadline))
+        return self._step
+
+    def _await_first(self, deadline: float) -> None:
+        link = self._link
+        assert link is not None
+        safe = link.wait_for(
+            lambda: link.fatal is not None or (link.ack is not None and link.ack.recovery >= self._step),
+            max(0.5, deadline - time.monotonic()),
+        )
+        if link.fatal is not None:
+            raise link.fatal
+        if not safe:
+            raise Unreachable(f"{self._address} did not take step {self._step} in time: {link.trouble or 'no answer'}")
+
+    # ------------------------------------------------------------ training
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """The batches of `loader`, epoch after epoch, from wherever the restored step stood. Never ends by itself.
+
+        The same batches, and the same random numbers afterwards, as ``while True: for batch in loader: …`` without
+        interruption. Call it after `restore`, once per loader and in the same order in every run.
+        """
+        if not self._restored:
+            raise UsageError("call restore() before batches()")
+        name = f"batches:{len(self._batches)}"
+        batches = Batches(loader)
+        if name in self._held:
+            batches.load_state_dict(self._held.pop(name), self._held.get("rng"))
+        self._batches.append(batches)
+        self._sidecars.extra[name] = batches.state_dict
+        return batches
+
+    def _before(self, index: int) -> None:
+        if self._closed:
+            return
+        if self._restored:
+            self._recorder.before(index, self._step + 1)
+        elif any(float(group["lr"]) != 0.0 for group in self._shadowed.optimizers[index].param_groups):
+            self._trained = True  # torch's own fake step, which leaves parameters alone, has lr 0
+
+    def step(self) -> None:
+        """Close the step: everything since the last call belongs to it. Once per iteration, on every rank.
+
+        Without an update since the last call it is a step all the same if a GradScaler skipped one. If gradients are
+        being accumulated it is none: they belong to the step that will use them.
+        """
+        if not self._restored or self._closed:
+            raise UsageError("step() on a closed Checkpointer" if self._closed else "call restore() before the first step()")
+        recorder, link = self._recorder, self._link
+        assert link is not None
+        if recorder.updates == 0 and self._accumulating():
+            self._merged += 1
+            if self._merged == 1 and self.rank == 0:
+                log.warning(
+                    "checkmate: step() without optimizer.step() while gradients are pending: it is merged into the next "
+                    "one. Call ckpt.step() once per optimizer.step()."
+                )
+            return
+        self._compare_first_gradients()
+        for index, tap in enumerate(self._taps):
+            if not tap.move_last():
+                recorder.distrust(index)
+        self._step += 1
+        link.step = self._step
+        had_gap = recorder.gap
+        recorder.close(self._step)
+        self._gaps += recorder.gap and not had_gap
+        self._take_up_epoch(link)
+        self._tell(link)
+        if self._block_s:
+            self._wait_for_shadow(link)
+
+    def _accumulating(self) -> bool:
+        """Finite gradients that no update has used yet. A GradScaler skips because some are not finite."""
+        grads = [p.grad for p in self._shadowed.params if p.grad is not None]
+        pending = [g for g in grads if bool(g.count_nonzero())]
+        return bool(pending) and all(bool(torch.isfinite(g).all()) for g in pending)
+
+    def _compare_first_gradients(self) -> None:
+        """At the first update of a process, all replicas must hold the same gradient. A collective, once."""
+        digests = self._recorder.first_gradients
+        if digests is None:
+            return
+        self._recorder.first_gradients = None
+        gathered: list[dict[int, int]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(gathered, digests)
+        for other, theirs in enumerate(gathered):
+            different = [b for b in sorted(set(theirs) | set(gathered[0])) if theirs.get(b) != gathered[0].get(b)]
+            if different:
+                self.close(timeout=0)
+                names = ", ".join(self._layout.blocks[b].fqn for b in different[:3])
+                raise ReplicasDiffer(
+                    f"ranks 0 and {other} hold different gradients at optimizer.step(): {names}"
+                    f"{' and others' if len(different) > 3 else ''}. Every rank must apply the same averaged gradient: wrap the "
+                    "model in DistributedDataParallel, and edit gradients alike on all ranks."
+                )
+
+    def _take_up_epoch(self, link: Link) -> None:
+        """Between two steps: begin the epoch that the shadow asks for."""
+        if link.wanted > self._recorder.epoch:
+            self._recorder.begin_epoch(link.wanted)
+            self._recorder.announce(self._step)
+
+    # ------------------------------------------------------------ lag
+
+    def _on_full(self) -> bool:
+        """The staging limit is reached. True: try again."""
+        link = self._link
+        if not self._block_s or link is None or link.fatal is not None:
+            return False
+        return self._pause(link, lambda: self._pool.has_free(), "its staging memory is full")
+
+    def _wait_for_shadow(self, link: Link) -> None:
+        def caught_up() -> bool:
+            ack = link.ack
+            if link.fatal is not None or link.wanted > self._recorder.epoch:
+                return True  # the next step brings it on
+            return ack is not None and ack.epoch == self._recorder.epoch and ack.stable >= self._step - 1
+
+        if not self._recorder.gap and not caught_up():
+            self._pause(link, caught_up, "the shadow is behind")
+
+    def _pause(self, link: Link, until: Any, why: str) -> bool:
+        if link.wait_for(until, 1.0):
+            return True
+        log.warning("checkmate: training waits for %s (%s; %s)", self._address, why, link.trouble or "connected")
+        if link.wait_for(until, self._block_s - 1.0):
+            log.warning("checkmate: training goes on")
+            return True
+        log.warning("checkmate: waited %.0f s for %s; training goes on without it", self._block_s, self._address)
+        return False
+
+    def _tell(self, link: Link) -> None:
+        """One warning when the recovery point falls behind, one line when it is up again; reports as they come."""
+        while link.reports:
+            report = link.reports.popleft()
+            self._differences += report.kind == "differs"
+            if self.rank == 0:
+                log.warning("checkmate: %s", report.text)
+        recovery = self._recovery_step()
+        behind = recovery is None or self._step - recovery > LAG_STEPS
+        lost = self._recorder.gap or not link.streaming or link.fatal is not None
+        if not self._told and (lost or (behind and self._step - (recovery or 0) > 10)):
+            self._told = True
+            self._say(link, recovery)
+        elif self._told and not behind and not lost:
+            self._told = False
+            if self.rank == 0:
+                log.warning("checkmate: whole again: a restart would resume at step %d", recovery)
+
+    def _say(self, link: Link, recovery: int | None) -> None:
+        if link.fatal is not None:
+            why = str(link.fatal)
+        elif self._recorder.gap:
+            why = f"the shadow does not keep up, and staging ({self._pool.limit_bytes:,} bytes) is full"
+        elif not link.streaming:
+            why = link.trouble or "no connection"
+        else:
+            why = "the shadow is behind"
+        point = f"a restart would resume at step {recovery}" if recovery is not None else "whether the shadow holds a step is unknown"
+        if self.rank == 0:
+            log.warning("checkmate: step %d: %s (%s). Training goes on.", self._step, point, why)
+        else:
+            log.info("checkmate: rank %d, step %d: %s (%s)", self.rank, self._step, point, why)
+
+    def _recovery_step(self) -> int | None:
+        ack = self._link.ack if self._link is not None else None
+        return ack.recovery if ack is not None and ack.recovery >= 0 else None
+
+    def stats(self) -> dict[str, Any]:
+        """Where the checkpoint stands, as this rank knows it. Costs nothing; never waits.
+
+        ``recovery_step`` is the step that a restart would resume, None while that is not known or there is none;
+        ``lag_steps`` how many steps behind `step` it is. ``state`` is one of streaming, anchoring, degraded, gone, refused.
+        """
+        link, recovery = self._link, self._recovery_step()
+        return {
+            "step": self._step,
+            "recovery_step": recovery,
+            "lag_steps": None if recovery is None else self._step - recovery,
+            "state": self._state(),
+            "mode": "drift" if self._drift_reasons() else "exact",
+            "drift": self._drift_reasons(),
+            "epoch": self._recorder.epoch,
+            "incarnation": str(link.incarnation) if link else None,
+            "trouble": (str(link.fatal) if link.fatal else link.trouble) if link else "",
+            "bytes_sent": link.bytes_sent if link else 0,
+            "staging_bytes": self._pool.allocated_bytes,
+            "staging_used_bytes": self._pool.used_bytes,
+            "gaps": self._gaps,
+            "merged_steps": self._merged,
+            "differences": self._differences,
+        }
+
+    def _state(self) -> str:
+        link = self._link
+        if link is None or self._closed:
+            return "closed" if self._closed else "attached"
+        if link.fatal is not None:
+            return "refused"
+        if not link.streaming:
+            return "gone"
+        if self._recorder.gap or link.wanted > self._recorder.epoch:
+            return "degraded"
+        return "anchoring" if self._recorder.lacking else "streaming"
+
+    def _drift_reasons(self) -> list[str]:
+        reasons = list(self._drift)
+        if self._shadowed.spec.fingerprint.device != "cpu":
+            reasons.append("the trainer's optimizer runs on a GPU, the shadow's on a CPU")
+        if self._shadowed.spec.replay == "fast":
+            reasons.append("replay='fast' uses other kernels than the trainer")
+        return reasons
+
+    # ------------------------------------------------------------ for the user, now and then
+
+    def wait(self, step: int | None = None, timeout: float | None = None) -> int:
+        """Wait until `step` (by default the newest) is safe; returns the step that a restart would resume.
+
+        Raises Unreachable if that takes longer than `timeout` seconds, or can never be.
+        """
+        link = self._link
+        if link is None:
+            raise UsageError("wait() before restore()")
+        target = self._step if step is None else step
+        if target > self._step:
+            raise UsageError(f"wait({target}): the newest step is {self._step}")
+        link.wait_for(lambda: link.fatal is not None or (self._recovery_step() or -1) >= target or self._hopeless(link), timeout)
+        recovery = self._recovery_step()
+        if recovery is None or recovery < target:
+            why = str(link.fatal) if link.fatal else link.trouble or ("its gradients were not kept" if self._hopeless(link) else "no answer")
+            raise Unreachable(f"step {target} is not safe after {timeout} s ({why}); a restart would resume at step {recovery}")
+        return recovery
+
+    def _hopeless(self, link: Link) -> bool:
+        """Without further steps, the newest will not become safe."""
+        return self._recorder.gap or link.wanted > self._recorder.epoch
+
+    def anchor(self) -> None:
+        """Send the whole state with the next step, whatever the shadow holds."""
+        self._recorder.distrust_all()
+
+    def audit(self, timeout: float = 60.0) -> dict[str, Any]:
+        """Compare every tensor of the newest step, here and at the shadow. Call it between steps, on every rank.
+
+        Returns ``step``, ``compared`` (tensors), ``differing`` (names). What differs is sent anew with the next step.
+        Raises Unreachable if no comparison came about.
+        """
+        link = self._link
+        if link is None or not self._restored:
+            raise UsageError("audit() before restore()")
+        self.wait(timeout=timeout)
+        answer = link.audit(Audit(self._step, self._recorder.digests()), timeout)
+        if answer is None or answer.moved:
+            raise Unreachable(f"the shadow did not compare step {self._step}" + (": it has moved on" if answer else ""))
+        names = [f"{self._layout.blocks[d.block].fqn}{' ' + d.key if d.key else ''}" for d in answer.differing]
+        return {"step": answer.step, "compared": answer.compared, "differing": names}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let go of the training loop; give what is on its way up to `timeout` seconds to arrive. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for tap in self._taps:
+            tap.remove()
+        link = self._link
+        if link is not None:
+            if timeout > 0 and link.streaming and not self._hopeless(link):
+                link.wait_for(lambda: not link.streaming or (self._recovery_step() or -1) >= self._step, timeout)
+            link.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _close_at_exit(reference: weakref.ref[Checkpointer]) -> None:
+    checkpointer = reference()
+    if checkpointer is not None:
+        checkpointer.close()
+
+

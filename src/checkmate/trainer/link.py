@@ -1,0 +1,309 @@
+"""One rank's link to one shadow: a data connection with a thread that sends, a control connection with one that listens.
+
+The training thread only appends to a list (`put`) and reads what the control thread has learnt. What it has put is kept
+until the shadow calls it stable, and sent again after a reconnection. A link never gives up and never raises into
+training; `state` and `ack` say where it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import CheckmateError, ProtocolError, Refused
+from ..transport.base import Channel, greet, refused
+from ..transport.tcp import Address, connect
+from ..wire.messages import (
+    Ack, Anchoring, Attach, Audit, Audited, Control, Incarnation, Join, Joined, Ping, Pong, Reanchor, Refusal, Report, Resume, Spec,
+)  # fmt: skip
+from .staging import Batch, Pool
+
+log = logging.getLogger("checkmate")
+
+CONNECT_S = 5.0
+PING_S = 2.0
+BACKOFF_S = (0.05, 2.0)
+#: Refusals that trying again will not change.
+FINAL = frozenset(("superseded", "token", "version", "memory", "unsupported"))
+
+
+class Link:
+    """See the module. `epoch`, `life` and `step` are where this rank stands as it connects first."""
+
+    def __init__(
+        self, address: Address, run: str, incarnation: Incarnation, rank: int, spec: Spec, pool: Pool, *,
+        epoch: int, life: int, step: int, token: bytes | None = None,
+    ) -> None:  # fmt: skip
+        self.address, self.run, self.incarnation, self.rank = address, run, incarnation, rank
+        self.spec, self.pool, self.token = spec, pool, token
+        self.changed = threading.Condition()  # guards what follows; never held while sending
+        self.ack: Ack | None = None  #: the newest, of the present connection
+        self.streaming = False  #: both connections stand
+        self.wanted = epoch  #: the epoch that the shadow wants; training takes it up at its next step
+        self.wanted_reason = ""
+        self.anchoring = (-1, 0)  #: epoch in which anchors may be sent, and at which steps: from this one on
+        self._reanchor: set[int] = set()
+        self.audited: Audited | None = None
+        self.fatal: CheckmateError | None = None  #: refused for good: this attempt goes on unprotected
+        self.trouble = ""  #: why there is no connection at present
+        self.reports: deque[Report] = deque(maxlen=100)
+        self.step = step
+        self.bytes_sent = 0
+        self.last_heard = time.monotonic()
+        self._life = life
+        self._unsent: deque[Batch] = deque()
+        self._sent: deque[Batch] = deque()
+        self._sending: Batch | None = None
+        self._data: Channel | None = None
+        self._control: Channel | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._listen, name="checkmate control", daemon=True),
+            threading.Thread(target=self._send, name="checkmate sender", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------ for the training thread
+
+    def put(self, batch: Batch) -> None:
+        """Queue a batch. One of an epoch that is over is dropped at once."""
+        with self.changed:
+            if batch.epoch < self.wanted or self.fatal is not None or self._closed:
+                self._free(batch)
+                return
+            self._unsent.append(batch)
+            self.changed.notify_all()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until something that the control thread sets makes `predicate` true."""
+        with self.changed:
+            return self.changed.wait_for(predicate, timeout_s)
+
+    def take_reanchor(self) -> set[int]:
+        """Blocks that the shadow asked to have anchored anew, since the last call."""
+        with self.changed:
+            blocks, self._reanchor = self._reanchor, set()
+        return blocks
+
+    def audit(self, request: Audit, timeout_s: float) -> Audited | None:
+        """Ask for a comparison at the newest step; None if no answer came."""
+        with self.changed:
+            self.audited = None
+            control = self._control
+        if control is None or not self.streaming:
+            return None
+        try:
+            control.send_nowait(request)
+        except OSError:
+            return None
+        return self.audited if self.wait_for(lambda: self.audited is not None, timeout_s) else None
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self.pool.used_bytes
+
+    def close(self) -> None:
+        """End both connections and threads. What is not sent by now is lost."""
+        with self.changed:
+            self._closed = True
+            channels = [c for c in (self._data, self._control) if c is not None]
+            self.changed.notify_all()
+        for channel in channels:
+            channel.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+    # ------------------------------------------------------------ sender
+
+    def _send(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed or (self._data is not None and self._unsent))
+                if self._closed:
+                    return
+                channel, batch = self._data, self._unsent.popleft()
+                assert channel is not None
+                self._sending = batch
+            try:
+                before = channel.bytes_sent
+                channel.send_frames(batch.frames(self.incarnation.id, self.rank))
+                sent = True
+            except (OSError, ValueError) as error:  # ValueError: the control thread closed the socket under us
+                sent = False
+                self._lost(channel, f"sending failed: {error}")
+            with self.changed:
+                self.bytes_sent += channel.bytes_sent - before
+                self._sending = None
+                if batch.epoch < self.wanted or (self.ack and batch.epoch == self.ack.epoch and batch.step <= self.ack.stable):
+                    self._free(batch)
+                elif sent and channel is self._data:
+                    self._sent.append(batch)
+                else:
+                    self._unsent.appendleft(batch)
+                self.changed.notify_all()
+
+    def _free(self, batch: Batch) -> None:
+        for buffer in batch.buffers:
+            self.pool.give(buffer)
+        batch.buffers = []
+
+    def _forget(self, void: Callable[[Batch], bool]) -> None:
+        """Free every batch that is void, but for the one that is being sent."""
+        for name in ("_sent", "_unsent"):
+            kept: deque[Batch] = deque()
+            for batch in getattr(self, name):
+                if void(batch):
+                    self._free(batch)
+                else:
+                    kept.append(batch)
+            setattr(self, name, kept)
+
+    def _lost(self, channel: Channel, why: str) -> None:
+        """This data connection is of no use any more; the control thread makes the next."""
+        with self.changed:
+            if self._data is channel:
+                self._data = None
+                self.streaming = False
+                self.trouble = why
+            control = self._control
+        channel.close()
+        if control is not None:
+            control.close()
+
+    # ------------------------------------------------------------ control
+
+    def _listen(self) -> None:
+        backoff = BACKOFF_S[0]
+        while not self._closed and self.fatal is None:
+            try:
+                self._connect()
+                backoff = BACKOFF_S[0]
+                self._hear()
+            except Refused as error:
+                if error.kind in FINAL:
+                    self._give_up(error)
+                self.trouble = str(error)
+            except (OSError, ValueError, CheckmateError) as error:
+                self.trouble = str(error)
+            except Exception as error:
+                log.exception("checkmate: the link to %s fails", self.address)
+                self.trouble = repr(error)
+            self._disconnect()
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed, backoff * random.uniform(0.7, 1.3))
+            backoff = min(2 * backoff, BACKOFF_S[1])
+
+    def _give_up(self, error: CheckmateError) -> None:
+        with self.changed:
+            self.fatal = error
+            self._forget(lambda batch: True)
+            self.changed.notify_all()
+
+    def _disconnect(self) -> None:
+        with self.changed:
+            channels = [c for c in (self._data, self._control) if c is not None]
+            self._data = self._control = None
+            self.streaming = False
+            self.ack = None
+            self.changed.notify_all()
+        for channel in channels:
+            channel.close()
+
+    def _open(self, role: str) -> Channel:
+        channel = connect(self.address, CONNECT_S)
+        greet(channel, role, self.token)
+        return channel
+
+    def _connect(self) -> None:
+        control = self._open("control")
+        with self.changed:
+            self._control = control
+        joined = self._join(control, None)
+        if not joined.known:
+            joined = self._join(control, self.spec)
+        data = self._open("data")
+        data.send(Attach(self.run, self.incarnation, self.rank, joined.epoch))
+        data.stream.settimeout(None)
+        control.stream.settimeout(PING_S)
+        with self.changed:
+            self.changed.wait_for(lambda: self._sending is None)  # it goes back to its place in the order first
+            self._life = joined.life
+            self._want(joined.epoch, "the shadow has lost its state")
+            self._unsent = self._sent + self._unsent
+            self._sent = deque()
+            self._forget(lambda batch: batch.epoch < joined.epoch or batch.step <= joined.received)
+            if self._closed:
+                raise ConnectionAbortedError("closed")
+            self._data = data
+            self.streaming = True
+            self.trouble = ""
+            self.last_heard = time.monotonic()
+            self.changed.notify_all()
+
+    def _join(self, control: Channel, spec: Spec | None) -> Joined:
+        control.send(Join(self.run, self.incarnation, self.rank, self.wanted, self._life, self.step, spec))
+        while True:
+            match self._next(control):
+                case Joined() as joined:
+                    return joined
+                case Ack() | Report() | Resume() | Anchoring():
+                    continue  # on their way before the shadow saw Join; it sends them again
+                case message:
+                    raise ProtocolError(f"{type(message).__name__} in answer to Join")
+
+    def _next(self, control: Channel) -> Control:
+        message = control.message()
+        if message is None:
+            raise ConnectionResetError(f"{self.address} closed the control connection")
+        if isinstance(message, Refusal):
+            raise refused(message)
+        return message
+
+    def _hear(self) -> None:
+        control = self._control
+        assert control is not None
+        pinged = time.monotonic()
+        while True:
+            if time.monotonic() - pinged >= PING_S:
+                control.send_nowait(Ping(self.step))
+                pinged = time.monotonic()
+            try:
+                message = self._next(control)
+            except TimeoutError:
+                continue
+            with self.changed:
+                self.last_heard = time.monotonic()
+                self._take(message)
+                self.changed.notify_all()
+
+    def _take(self, message: Control) -> None:
+        match message:
+            case Ack():
+                self.ack = message
+                self._forget(lambda batch: batch.epoch == message.epoch and batch.step <= message.stable)
+            case Resume(epoch, reason):
+                self._want(epoch, reason)
+            case Anchoring(epoch, step):
+                self.anchoring = (epoch, step)
+            case Reanchor(_, blocks, _):
+                self._reanchor.update(blocks)
+            case Report():
+                self.reports.append(message)
+            case Audited():
+                self.audited = message
+            case Pong():
+                pass
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a shadow to a rank")
+
+    def _want(self, epoch: int, reason: str) -> None:
+        if epoch > self.wanted:
+            self.wanted, self.wanted_reason = epoch, reason
+            self._forget(lambda batch: batch.epoch < epoch)
+

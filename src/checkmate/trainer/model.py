@@ -1,0 +1,199 @@
+"""What there is to shadow: the model's parameters and optimizers as blocks with names, and the numerics they run with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from .. import values
+from ..errors import Unsupported, UsageError
+from ..wire.messages import Block, Fingerprint, Optimizer, Spec
+
+#: What wrappers put into a parameter's name, and DCP's helpers take out again.
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
+_REFUSED = {
+    "LBFGS": "it evaluates its closure several times per step; use an optimizer that steps once",
+    "SparseAdam": "sparse gradients have no fixed size; use Adam with dense gradients (sparse=False)",
+}
+
+
+@dataclass
+class Shadowed:
+    """A model and its optimizers, by block number."""
+
+    spec: Spec
+    params: list[torch.nn.Parameter]
+    number: dict[torch.nn.Parameter, int]
+    optimizers: list[torch.optim.Optimizer]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def members(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
+        """Block numbers per param group. Raises Unsupported for a parameter that `attach` did not see."""
+        return [[self._number(param) for param in group["params"]] for group in optimizer.param_groups]
+
+    def _number(self, param: torch.nn.Parameter) -> int:
+        if param not in self.number:
+            raise Unsupported(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that was not in the model at attach(); "
+                "attach after all parameters exist (they may join the optimizer later)"
+            )
+        return self.number[param]
+
+    def optimizer_of(self, block: int) -> int:
+        """Index of the optimizer that has this block, -1 for none."""
+        param = self.params[block]
+        for index, optimizer in enumerate(self.optimizers):
+            if any(param is p for group in optimizer.param_groups for p in group["params"]):
+                return index
+        return -1
+
+
+def unwrap(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside what frameworks pass around. Raises UsageError for anything else."""
+    if isinstance(optimizer, (list, tuple)):
+        return [inner for item in optimizer for inner in unwrap(item)]
+    inner = getattr(optimizer, "optimizers", None)
+    if isinstance(inner, (list, tuple)):
+        return unwrap(list(inner))
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):  # accelerate's AcceleratedOptimizer
+        return [inner]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    raise UsageError(f"attach() takes a torch optimizer or a list of them, not {type(optimizer).__name__}")
+
+
+def clean(name: str) -> str:
+    """A parameter's name as ``torch.distributed.checkpoint.state_dict`` gives it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], replay: str) -> Shadowed:
+    """Name every parameter and check that the run can be shadowed. A collective where torch.distributed is initialised.
+
+    Raises Unsupported, naming the parameter or class and what to do instead.
+    """
+    module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    params: list[torch.nn.Parameter] = []
+    number: dict[torch.nn.Parameter, int] = {}
+    names: list[str] = []
+    aliases: dict[str, str] = {}
+    for raw, param in module.named_parameters(remove_duplicate=False):
+        name = clean(raw)
+        _check_parameter(name, param)
+        if param in number:
+            aliases[name] = names[number[param]]
+        else:
+            number[param] = len(params)
+            params.append(param)
+            names.append(name)
+    known = set(get_model_state_dict(model))
+    buffers = {name: b for raw, b in module.named_buffers() if (name := clean(raw)) in known and b is not None}
+    if missing := [name for name in [*names, *aliases] if name not in known]:
+        raise Unsupported(f"torch.distributed.checkpoint does not know these parameters of the model: {missing[:5]}")
+    if not params:
+        raise UsageError("attach() got a model without parameters")
+    _check_optimizers(optimizers, number, names)
+    trainable = {param for o in optimizers for group in o.param_groups for param in group["params"] if param.requires_grad}
+    local = [
+        Block(name, dtype_name(p.dtype), p.element_size(), [0] * p.dim(), list(p.shape), list(p.shape), 0, p in trainable)
+        for name, p in zip(names, params, strict=True)
+    ]
+    blocks, sets = _replica_sets(local)
+    by_name = dict(zip(names, params, strict=True))
+    params = [by_name[block.fqn] for block in blocks]
+    number = {param: i for i, param in enumerate(params)}
+    described = [
+        _describe_optimizer(o, [[number[p] for p in group["params"]] for group in o.param_groups]) for o in optimizers
+    ]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    spec = Spec(world, sets, blocks, described, fingerprint(params), replay, aliases)
+    return Shadowed(spec, params, number, list(optimizers), buffers)
+
+
+def _check_parameter(name: str, param: torch.nn.Parameter) -> None:
+    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        raise Unsupported(f"parameter {name} is not initialised yet; run one forward pass before attach()")
+    if isinstance(param, DTensor):
+        raise Unsupported(f"parameter {name} is a DTensor (FSDP2 or tensor parallel), which this version does not shadow yet")
+    if param.is_complex():
+        raise Unsupported(f"parameter {name} is complex; hold it as two real parameters (torch.view_as_real)")
+    if param.layout is not torch.strided:
+        raise Unsupported(f"parameter {name} is not a dense tensor ({param.layout}); use a dense one")
+    if param.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"parameter {name} is on {param.device}; only cpu and cuda are supported")
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], number: dict[torch.nn.Parameter, int], names: list[str]) -> None:
+    if not optimizers:
+        raise UsageError("attach() got no optimizer")
+    owner: dict[torch.nn.Parameter, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        if (why := _REFUSED.get(type(optimizer).__name__)) is not None:
+            raise Unsupported(f"{type(optimizer).__name__} cannot be shadowed: {why}")
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param not in number:
+                raise Unsupported(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model; "
+                    "pass the module that holds it (several modules: put them into one nn.ModuleDict)"
+                )
+            if owner.setdefault(param, index) != index:
+                raise Unsupported(f"parameter {names[number[param]]} is in two optimizers; give each parameter to one")
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer, members: list[list[int]]) -> Optimizer:
+    cls = type(optimizer)
+    module = "torch.optim" if getattr(torch.optim, cls.__name__, None) is cls else cls.__module__
+    return Optimizer(module, cls.__qualname__, hyper_parameters(optimizer), members)
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> bytes:
+    """The param groups without their parameters, by value."""
+    return values.dumps([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+
+def _replica_sets(local: list[Block]) -> tuple[list[Block], list[list[int]]]:
+    """All ranks' blocks, each with the ranks that have it: replicas are found by content."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return local, [[0]]
+    gathered: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local)
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    first: dict[tuple[Any, ...], Block] = {}
+    for rank, theirs in enumerate(gathered):
+        for block in theirs:
+            key = (block.fqn, tuple(block.offsets), tuple(block.sizes), block.dtype)
+            holders.setdefault(key, []).append(rank)
+            first.setdefault(key, block)
+    everyone = list(range(len(gathered)))
+    for (fqn, _, sizes, dtype), ranks in holders.items():
+        if ranks != everyone:
+            raise Unsupported(
+                f"parameter {fqn} ({dtype}, {list(sizes)}) is on ranks {ranks} of {len(everyone)} only; this version shadows "
+                "models that every rank holds whole"
+            )
+    sets = sorted(set(map(tuple, holders.values())))
+    blocks = [msgspec.structs.replace(block, replicas=sets.index(tuple(holders[key]))) for key, block in first.items()]
+    return blocks, [list(ranks) for ranks in sets]
+
+
+def fingerprint(params: Sequence[torch.Tensor]) -> Fingerprint:
+    """The numerics of the calling thread, and where the parameters live."""
+    denormal = torch.full((1,), 1e-40) * 1.0
+    device = next((p.device.type for p in params if p.device.type != "cpu"), "cpu")
+    return Fingerprint(
+        str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), denormal.item() == 0.0, device
+    )
+
+

@@ -1,0 +1,373 @@
+"""Records a step as it happens: its updates with their gradients, then its part. Training thread only.
+
+What it produces are `Batch`es for the link. Where the staging limit is reached it does not wait (unless the user asked
+for that): it closes the step with a *gap*, sends nothing more, and begins anew when the shadow asks for a new epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest as xxh3
+
+from .. import values
+from ..errors import Unsupported
+from ..layout import Layout
+from ..wire import messages
+from ..wire.messages import Anchor, Digest, Entry, Part, Update
+from .changes import Watch
+from .link import Link
+from .model import Shadowed, dtype_name, hyper_parameters
+from .sidecar import Sidecars
+from .staging import Batch, Buffer, Pool, aligned
+
+log = logging.getLogger("checkmate")
+
+#: At most so many bytes of blocks are anchored per step, but always at least one block.
+ANCHOR_BYTES_PER_STEP = 64 << 20
+#: Bytes that the rolling audit compares per step and rank.
+AUDIT_BYTES = 256 << 10
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, on the host; its own memory where that already is so."""
+    plain = tensor.detach().cpu().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+class Recorder:
+    """See the module. `link` is set once the run is adopted; `epoch` is the one that this rank's steps belong to."""
+
+    def __init__(self, shadowed: Shadowed, layout: Layout, rank: int, pool: Pool, sidecars: Sidecars, on_full: Callable[[], bool]) -> None:
+        self.shadowed, self.layout, self.rank, self.pool, self.sidecars = shadowed, layout, rank, pool, sidecars
+        self.lead = rank in layout.leads
+        self.epoch = 0
+        self.gap = False  #: this epoch is over for us: nothing is kept until the next
+        self.link: Link | None = None
+        self._on_full = on_full
+        self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
+        self.watch = Watch(shadowed.params, [shadowed.optimizers[i] if i >= 0 else None for i in self._optimizer_of])
+        self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
+        self._checked_gradients = False
+        self._begin()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From the next update on, as this epoch, with nothing known to the shadow."""
+        self.epoch = epoch
+        self.gap = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._updates: list[Update] = []
+        self._gradients: list[Digest] = []
+        self._dirty: set[int] = set()  #: changed outside the optimizer in this step
+        self._unanchored = list(self._mine)
+        self._sent_members: list[Any] = [None] * len(self.shadowed.optimizers)
+        self._sent_groups: list[bytes] | None = None
+        self._sent_part_members: list[Any] | None = None
+        self._gap_told = False
+        self._audit_block, self._audit_entry, self._audit_offset = self.rank, 0, 0
+        self.sidecars.forget()
+
+    def all_anchored(self) -> None:
+        """The shadow holds this very state: it was restored from there."""
+        self._unanchored = []
+        self.watch.mark(range(len(self.shadowed.params)))
+
+    def announce(self, step: int) -> None:
+        """Tell the shadow that this rank streams the present epoch from the step after `step`."""
+        part = Part(self.rank, step, self.epoch, begins=True)
+        self._put(Batch(step, self.epoch, part=messages.encode(part)))
+
+    def distrust(self, index: int) -> None:
+        """What this optimizer did in the open step may not be what was recorded: anchor its blocks as the step closes."""
+        if self._updates:
+            self._dirty.update(b for b, owner in enumerate(self._optimizer_of) if owner == index)
+
+    def distrust_all(self) -> None:
+        """Anchor every block as the open step closes."""
+        self._dirty.update(range(len(self.shadowed.params)))
+
+    @property
+    def lacking(self) -> int:
+        """How many blocks of this rank's the shadow has no anchor of yet."""
+        return len(self._unanchored)
+
+    @property
+    def updates(self) -> int:
+        """How many updates the open step has so far."""
+        return len(self._updates)
+
+    # ------------------------------------------------------------ updates
+
+    def before(self, index: int, step: int) -> None:
+        """An optimizer is about to step with final gradients, as part of `step`."""
+        optimizer = self.shadowed.optimizers[index]
+        members = self._members(optimizer, index)
+        self._dirty |= self.watch.changed()
+        with_grad = sorted(b for group in members for b in group if self.shadowed.params[b].grad is not None)
+        grads = [self._gradient(b) for b in with_grad]
+        groups = hyper_parameters(optimizer)
+        scale, inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        scaling = b"" if scale is None and inf is None else values.dumps((scale, inf))
+        told = members if members != self._sent_members[index] else None
+        agreement = xxh3(groups + scaling + repr(members).encode())
+        if self.lead:
+            self._sent_members[index] = members
+            update = Update(index, with_grad, agreement, groups, told, scaling)
+        else:
+            update = Update(index, with_grad, agreement)
+        number = len(self._updates)
+        self._updates.append(update)
+        if self.layout.world_size > 1:
+            self._digest_gradients(number, with_grad, grads, step)
+        if not self.gap:
+            self._stage(number, step, with_grad, grads)
+
+    def _members(self, optimizer: torch.optim.Optimizer, index: int) -> list[list[int]]:
+        members = self.shadowed.members(optimizer)
+        for block in (b for group in members for b in group if self._optimizer_of[b] != index):
+            self._optimizer_of[block] = index
+            self.watch.adopt(block, optimizer)
+        return members
+
+    def _gradient(self, block: int) -> torch.Tensor:
+        param = self.shadowed.params[block]
+        grad = param.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise Unsupported(f"the gradient of {self._fqn(block)} is sparse; use dense gradients (sparse=False)")
+        if grad.dtype != param.dtype:
+            raise Unsupported(f"the gradient of {self._fqn(block)} is {grad.dtype}, its parameter {param.dtype}; let them agree")
+        return grad.detach()
+
+    def _fqn(self, block: int) -> str:
+        return self.layout.blocks[block].fqn
+
+    def _digest_gradients(self, number: int, blocks: list[int], grads: list[torch.Tensor], step: int) -> None:
+        """All of the very first update, one block per step after: replicas must hold the same."""
+        if number or not blocks:
+            return
+        if not self._checked_gradients:
+            self._checked_gradients = True
+            self.first_gradients = {b: xxh3(host_bytes(g)) for b, g in zip(blocks, grads, strict=True)}
+            return
+        small = [(b, g) for b, g in zip(blocks, grads, strict=True) if g.numel() * g.element_size() <= AUDIT_BYTES]
+        if small and grads[0].device.type == "cpu":
+            block, grad = small[step % len(small)]
+            self._gradients.append(Digest(block, "grad", 0, grad.numel() * grad.element_size(), xxh3(host_bytes(grad))))
+
+    first_gradients: dict[int, int] | None = None  #: digests of the first update, until the first step has compared them
+
+    def _stage(self, number: int, step: int, blocks: list[int], grads: list[torch.Tensor]) -> None:
+        slices = self.layout.slices[self.rank]
+        mine = tuple(b for b in blocks if b in slices and slices[b].nbytes)
+        if not mine:
+            return
+        nbytes = sum(aligned(slices[b].nbytes) for b in mine)
+        if (buffer := self._take(nbytes)) is None:
+            self.gap = True
+            return
+        targets, pieces = buffer.views(mine, lambda memory: self._views(memory, buffer, mine))
+        by_block = dict(zip(blocks, grads, strict=True))
+        sources = [self._part_of(by_block[b], slices[b].offset, slices[b].nbytes) for b in mine]
+        batch = Batch(step, self.epoch, number, pieces, buffers=[buffer])
+        if sources[0].device.type == "cuda":
+            batch.ready = _copy_from_device(targets, sources)
+        else:
+            torch._foreach_copy_(targets, sources)
+        self._put(batch)
+
+    def _take(self, nbytes: int) -> Buffer | None:
+        buffer = self.pool.take(nbytes)
+        while buffer is None and self._on_full():
+            buffer = self.pool.take(nbytes)
+        return buffer
+
+    def _views(self, memory: torch.Tensor, buffer: Buffer, mine: tuple[int, ...]) -> tuple[list[torch.Tensor], list[tuple[int, int, memoryview]]]:
+        """Where each slice goes in a buffer: as tensors to copy into, as bytes to send from."""
+        targets, pieces, at = [], [], 0
+        for block in mine:
+            piece, param = self.layout.slices[self.rank][block], self.shadowed.params[block]
+            view = memory[at : at + piece.nbytes].view(param.dtype)
+            targets.append(view.view(param.shape) if piece.nbytes == self.layout.blocks[block].nbytes else view)
+            pieces.append((block, piece.offset, buffer.memory[at : at + piece.nbytes]))
+            at += aligned(piece.nbytes)
+        return targets, pieces
+
+    @staticmethod
+    def _part_of(grad: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        size = grad.element_size()
+        if nbytes == grad.numel() * size:
+            return grad
+        return grad.reshape(-1)[offset // size : (offset + nbytes) // size]
+
+    def _put(self, batch: Batch) -> None:
+        if self.link is not None:
+            self.link.put(batch)
+        else:
+            for buffer in batch.buffers:
+                self.pool.give(buffer)
+
+    def after(self, index: int) -> None:
+        """The optimizer has stepped: what it changed is what replay will change."""
+        self.watch.mark(b for group in self.shadowed.members(self.shadowed.optimizers[index]) for b in group)
+
+    # ------------------------------------------------------------ the end of a step
+
+    def close(self, step: int) -> None:
+        """Everything so far belongs to `step`: queue its part, and what is anchored with it."""
+        changed = self._dirty | self.watch.changed()
+        if changed:
+            self.watch.mark(range(len(self.shadowed.params)))
+        if not self.gap:
+            chosen = self._choose_anchors(step, changed)
+            anchored = self._stage_anchors(chosen)
+            self.gap = anchored is None
+            if anchored is not None:
+                self._unanchored = [b for b in self._unanchored if b not in set(chosen)]
+                self._put_part(step, *anchored)
+        if self.gap and not self._gap_told:
+            self._gap_told = True
+            self._put(Batch(step, self.epoch, part=messages.encode(Part(self.rank, step, self.epoch, gap=True))))
+        self._updates, self._gradients, self._dirty = [], [], set()
+
+    def close_first(self, step: int) -> None:
+        """Step 0 of a run that the shadow does not know: every block that this rank owns, straight from its memory.
+
+        The tensors must not change until the step is stable; `restore` waits for that.
+        """
+        anchors, pieces = [], []
+        for block in self._mine:
+            anchor, tensors = self._anchor(block)
+            anchors.append(anchor)
+            pieces += [(block, entry, host_bytes(tensor)) for entry, tensor in enumerate(tensors)]
+        self.all_anchored()
+        self._put_part(step, anchors, pieces, [])
+
+    def _put_part(
+        self, step: int, anchors: list[Anchor], pieces: list[tuple[int, int, memoryview]], buffers: list[Buffer]
+    ) -> None:
+        optimizers = self.shadowed.optimizers
+        groups = [hyper_parameters(o) for o in optimizers] if self.lead else None
+        members = [self._members(o, i) for i, o in enumerate(optimizers)] if self.lead else None
+        part = Part(
+            self.rank, step, self.epoch,
+            updates=self._updates,
+            anchors=anchors,
+            audits=self._audit(),
+            gradients=self._gradients,
+            groups=groups if groups != self._sent_groups else None,
+            members=members if members != self._sent_part_members else None,
+            sidecar=self.sidecars.take(),
+        )  # fmt: skip
+        self._sent_groups, self._sent_part_members = groups, members
+        self._put(Batch(step, self.epoch, part=messages.encode(part), anchors=pieces, buffers=buffers))
+
+    def _choose_anchors(self, step: int, changed: set[int]) -> list[int]:
+        """Own blocks to send whole at the end of this step: those that must, then some of those that the shadow lacks."""
+        must = changed
+        allowed, budget = False, ANCHOR_BYTES_PER_STEP
+        if self.link is not None:
+            must = must | self.link.take_reanchor()
+            epoch, since = self.link.anchoring
+            allowed = epoch == self.epoch and step >= since
+        lacking = set(self._unanchored)
+        chosen = [b for b in self._mine if b in must and b not in lacking]
+        for block in self._unanchored if allowed else []:
+            budget -= self.layout.blocks[block].nbytes
+            if budget < 0 and len(chosen) > 0:
+                break
+            chosen.append(block)
+        return chosen
+
+    def _anchor(self, block: int) -> tuple[Anchor, list[torch.Tensor]]:
+        """A block's state as it is now: the parameter and what its optimizer keeps, never creating any."""
+        param = self.shadowed.params[block]
+        index = self._optimizer_of[block]
+        tensors, rest = {"": param.detach()}, {}
+        if index >= 0 and param in (state := self.shadowed.optimizers[index].state):
+            for key, value in state[param].items():
+                if isinstance(value, torch.Tensor):
+                    tensors[key] = value.detach()
+                else:
+                    rest[key] = value
+        entries = [
+            Entry(key, dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size()) for key, t in tensors.items()
+        ]
+        return Anchor(block, index, entries, values.dumps(rest)), list(tensors.values())
+
+    def _stage_anchors(
+        self, blocks: list[int]
+    ) -> tuple[list[Anchor], list[tuple[int, int, memoryview]], list[Buffer]] | None:
+        """Copies of these blocks' state; None if there is no room for them."""
+        anchors, pieces, buffers = [], [], []
+        for block in blocks:
+            anchor, tensors = self._anchor(block)
+            buffer = self._take(sum(aligned(entry.nbytes) for entry in anchor.entries))
+            if buffer is None:
+                for taken in buffers:
+                    self.pool.give(taken)
+                return None
+            buffers.append(buffer)
+            at = 0
+            for number, (entry, tensor) in enumerate(zip(anchor.entries, tensors, strict=True)):
+                memory = buffer.memory[at : at + entry.nbytes]
+                memory[:] = host_bytes(tensor)
+                pieces.append((block, number, memory))
+                at += aligned(entry.nbytes)
+            anchors.append(anchor)
+        return anchors, pieces, buffers
+
+    def _audit(self) -> list[Digest]:
+        """One window of this rank's parameters or optimizer state, in rotation."""
+        if self._unanchored or not self.shadowed.params or self.shadowed.params[0].device.type != "cpu":
+            return []
+        block = self._audit_block % len(self.shadowed.params)
+        anchor, tensors = self._anchor(block)
+        entry = self._audit_entry
+        memory = host_bytes(tensors[entry]) if tensors[entry].is_contiguous() else memoryview(b"")
+        window = memory[self._audit_offset : self._audit_offset + AUDIT_BYTES]
+        found = Digest(block, anchor.entries[entry].key, self._audit_offset, len(window), xxh3(window))
+        self._audit_offset += AUDIT_BYTES
+        if self._audit_offset >= len(memory):
+            self._audit_offset = 0
+            self._audit_entry += 1
+        if self._audit_entry >= len(tensors):
+            self._audit_entry = 0
+            self._audit_block += 1
+        return [found] if len(window) else []
+
+    def digests(self) -> list[Digest]:
+        """Every parameter and state tensor of this rank, whole, as they are now."""
+        found = []
+        for block in range(len(self.shadowed.params)):
+            anchor, tensors = self._anchor(block)
+            for entry, tensor in zip(anchor.entries, tensors, strict=True):
+                found.append(Digest(block, entry.key, 0, entry.nbytes, xxh3(host_bytes(tensor))))
+        return found
+
+
+def _copy_from_device(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
+    """Copy into page-locked memory on a side stream. The device waits with what it does next, the host does not."""
+    device = sources[0].device
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(stream)
+        done = torch.cuda.Event()
+        done.record(stream)
+    # The optimizer or the user may write into the gradient next (unscaling, zeroing in place).
+    torch.cuda.current_stream(device).wait_event(done)
+    return done.synchronize
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

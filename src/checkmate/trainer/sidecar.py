@@ -1,0 +1,111 @@
+"""Sidecars: what belongs to a step and is not a gradient, taken by value as the step is closed.
+
+Entries are named: ``rng``, ``buffer:<fqn>``, ``stateful:<name>``, ``batches:<n>``, ``buckets``. Only those that changed
+are sent. What every rank has alike is sent by rank 0 alone: buffers that DDP broadcasts anyway, and the bucket order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from xxhash import xxh3_64_intdigest as xxh3
+
+from .. import values
+from ..errors import UsageError
+from . import rng
+
+log = logging.getLogger("checkmate")
+
+SLOW_S, LARGE_BYTES = 1e-3, 1 << 20
+
+
+class Stateful(Protocol):
+    """As ``torch.distributed.checkpoint.stateful.Stateful``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def check_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Stateful]:
+    """Raises UsageError for an object that cannot give and take its state."""
+    found = dict(stateful or {})
+    for name, item in found.items():
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+            raise UsageError(f"stateful[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()")
+    return found
+
+
+class Sidecars:
+    """Takes this rank's entries, and remembers what of them the shadow has."""
+
+    def __init__(self, stateful: Mapping[str, Stateful], buffers: Mapping[str, torch.Tensor]) -> None:
+        self.stateful = dict(stateful)
+        self.buffers = dict(buffers)
+        self.extra: dict[str, Callable[[], Any]] = {}
+        self._known: dict[str, bytes | int] = {}
+        self._warned: set[str] = set()
+
+    def forget(self) -> None:
+        """The shadow has nothing of ours: the next `take` is complete."""
+        self._known.clear()
+
+    def take(self) -> dict[str, bytes]:
+        """Entries that differ from what was taken last, by value."""
+        changed: dict[str, bytes] = {}
+        for name, give in self._sources():
+            data = give()
+            if self._known.get(name) != data:
+                changed[name] = data
+                self._known[name] = data
+        for fqn, buffer in self.buffers.items():
+            name = f"buffer:{fqn}"
+            plain = buffer.detach().cpu().contiguous()
+            digest = xxh3(plain.reshape(-1).view(torch.uint8).numpy())
+            if self._known.get(name) != digest:
+                changed[name] = values.dumps(plain)
+                self._known[name] = digest
+        return changed
+
+    def _sources(self) -> list[tuple[str, Callable[[], bytes]]]:
+        sources: list[tuple[str, Callable[[], bytes]]] = [("rng", lambda: values.dumps(rng.capture()))]
+        for name, item in self.stateful.items():
+            sources.append((f"stateful:{name}", lambda name=name, item=item: self._state_of(name, item)))  # type: ignore[misc]
+        for name, give in self.extra.items():
+            sources.append((name, lambda give=give: values.dumps(give())))  # type: ignore[misc]
+        return sources
+
+    def _state_of(self, name: str, item: Stateful) -> bytes:
+        began = time.perf_counter()
+        data = values.dumps(item.state_dict())
+        took = time.perf_counter() - began
+        if name not in self._warned and (took > SLOW_S and self._known or len(data) > LARGE_BYTES):
+            self._warned.add(name)
+            log.warning(
+                "checkmate: state_dict() of stateful[%r] (%s) takes %.1f ms and %d bytes in every step; "
+                "keep there only what a restart needs", name, type(item).__name__, took * 1e3, len(data),
+            )  # fmt: skip
+        return data
+
+    def restore(self, entries: Mapping[str, bytes]) -> dict[str, Any]:
+        """Put buffers and the user's objects back; returns the decoded entries that are for the caller to install."""
+        rest: dict[str, Any] = {}
+        for name, data in entries.items():
+            kind, _, key = name.partition(":")
+            if kind == "buffer" and key in self.buffers:
+                with torch.no_grad():
+                    self.buffers[key].copy_(values.loads(data))
+            elif kind == "stateful":
+                if key in self.stateful:
+                    self.stateful[key].load_state_dict(values.loads(data))
+                else:
+                    log.warning("checkmate: the checkpoint has a stateful object %r that attach() was not given; it is ignored", key)
+            elif kind != "buffer":
+                rest[name] = values.loads(data)
+        for key in self.stateful:
+            if f"stateful:{key}" not in entries:
+                log.warning("checkmate: the checkpoint has no state for stateful[%r]; it stays as it is", key)
+        return rest

@@ -1,0 +1,110 @@
+"""Host memory that keeps what a step sends until it is stable: a pool of buffers that grows with lag, up to a limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..wire.frames import MAX_BULK_BYTES, Header, Kind
+
+#: Pieces begin at multiples of this many bytes, which suits every dtype and a cache line.
+ALIGN_BYTES = 64
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Buffer:
+    """A piece of host memory, page-locked where a GPU copies into it."""
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.memory = memoryview(self.tensor.numpy())
+        self._views: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def views(self, key: Hashable, make: Callable[[torch.Tensor], Any]) -> Any:
+        """What `make` made of this memory for `key`, made once: building hundreds of views costs more than filling them."""
+        if key not in self._views:
+            if len(self._views) > 8:  # parameters come and go: do not collect their views for ever
+                self._views.clear()
+            self._views[key] = make(self.tensor)
+        return self._views[key]
+
+
+class Pool:
+    """Buffers by size. `take` never waits: None says that the limit is reached."""
+
+    def __init__(self, limit_bytes: int, pinned: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = 0
+        self.used_bytes = 0
+        self._pinned = pinned
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()  # held for a few list operations, never while anything is sent
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """A buffer of at least `nbytes`."""
+        with self._lock:
+            fitting = [b for b in self._free if nbytes <= len(b) <= 2 * nbytes + 4096]
+            if fitting:
+                buffer = min(fitting, key=len)
+                self._free.remove(buffer)
+                self.used_bytes += len(buffer)
+                return buffer
+            while self._free and self.allocated_bytes + nbytes > self.limit_bytes:
+                self.allocated_bytes -= len(self._free.pop())
+            if self.allocated_bytes + nbytes > self.limit_bytes:
+                return None
+            self.allocated_bytes += nbytes
+            self.used_bytes += nbytes
+        return Buffer(nbytes, self._pinned)
+
+    def has_free(self) -> bool:
+        with self._lock:
+            return bool(self._free) or self.allocated_bytes < self.limit_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+            self.used_bytes -= len(buffer)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Something to send, kept until its step is stable: pieces of tensors, then the part, then pieces of anchors."""
+
+    step: int
+    epoch: int
+    update: int = 0
+    pieces: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: gradient: block, offset in it, bytes
+    part: bytes = b""
+    anchors: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: block, entry, bytes
+    buffers: list[Buffer] = field(default_factory=list)
+    ready: Callable[[], None] | None = None  #: waits until the device has filled the buffers
+
+    def frames(self, incarnation: bytes, rank: int) -> Iterator[tuple[Header, memoryview]]:
+        """All frames of this batch, in the order in which they must leave."""
+        if self.ready is not None:
+            self.ready()
+
+        def header(kind: Kind, piece: memoryview, block: int = 0, entry: int = 0, offset: int = 0) -> Header:
+            return Header(kind, len(piece), incarnation, rank, self.epoch, self.step, block, self.update, entry, offset)
+
+        for block, offset, memory in self.pieces:
+            for start in range(0, len(memory), MAX_BULK_BYTES):
+                piece = memory[start : start + MAX_BULK_BYTES]
+                yield header(Kind.GRAD, piece, block, 0, offset + start), piece
+        if self.part:
+            yield header(Kind.PART, memoryview(self.part)), memoryview(self.part)
+        for block, entry, memory in self.anchors:
+            for start in range(0, len(memory), MAX_BULK_BYTES):
+                piece = memory[start : start + MAX_BULK_BYTES]
+                yield header(Kind.ANCHOR, piece, block, entry, start), piece
