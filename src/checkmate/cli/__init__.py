@@ -1,0 +1,36 @@
+"""The command line: one file per sub-command. Exit codes: 0 fine, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from ..errors import CheckmateError, UsageError
+from . import shadow, status
+from .demo import demo
+
+app = typer.Typer(
+    name="checkmate",
+    help="Every training step is a checkpoint, and training pays nothing for it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(shadow.shadow)
+app.command()(status.status)
+app.command()(demo)
+
+
+def main() -> None:
+    """Entry point of ``checkmate`` and ``python -m checkmate``."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        app()
+    except UsageError as error:
+        print(f"checkmate: {error}", file=sys.stderr)
+        sys.exit(2)
+    except CheckmateError as error:
+        print(f"checkmate: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,67 @@
+"""``checkmate status``: where each run stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ProtocolError
+from .shadow import read_token
+
+Address = Annotated[str, typer.Argument(help="tcp://HOST:PORT of a shadow.", metavar="ADDRESS")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the shadow's token.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for the shadow.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def ask(address: str, token_file: Path | None, timeout: float, request: Any) -> Any:
+    """Send one admin message to a shadow and return its answer."""
+    from ..recovery import open_channel
+    from ..transport.base import call
+    from ..transport.tcp import parse_address
+
+    channel = open_channel(parse_address(address), "admin", read_token(token_file), timeout)
+    try:
+        return call(channel, request, timeout)
+    finally:
+        channel.close()
+
+
+def status(
+    address: Address,
+    as_json: AsJson = False,
+    max_lag: Annotated[int | None, typer.Option(help="Exit 1 if a live run's recovery point is more steps old than this.")] = None,
+    token_file: TokenFile = None,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Show the runs of a shadow: steps, lag, epoch, memory, last error."""
+    from ..wire.messages import GetStatus, Status
+
+    answer = ask(address, token_file, timeout, GetStatus())
+    if not isinstance(answer, Status):
+        raise ProtocolError(f"{type(answer).__name__} in answer to a status request")
+    if as_json:
+        print(json.dumps({"server": answer.server, "runs": answer.runs}))
+    else:
+        _show(answer.runs)
+    late = [run for run in answer.runs if max_lag is not None and run["newest"] - run["recovery"] > max_lag]
+    if late:
+        raise typer.Exit(1)
+
+
+def _show(runs: list[dict[str, Any]]) -> None:
+    table = Table(title=None)
+    for name in ("run", "phase", "world", "incarnation", "epoch", "received", "stable", "applied", "recovery", "lag", "memory", "silent", "last error"):
+        table.add_column(name)
+    for run in runs:
+        table.add_row(
+            run["run"], run["phase"], str(run["world_size"]), run["incarnation"], str(run["epoch"]),
+            *(str(run[key]) for key in ("received", "stable", "applied", "recovery", "lag")),
+            f"{run['memory_bytes'] / 1e6:,.1f} MB", f"{run['silent_s']:.1f} s", run["last_error"] or "; ".join(run["waiting_for"]),
+        )  # fmt: skip
+    Console().print(table)
