@@ -1,16 +1,24 @@
 """Checkmate: every training step is a checkpoint, and training pays nothing for it.
 
-    ckpt = checkmate.attach(model, optimizer, shadow="tcp://host:7070", run="gpt-small")
-    step = ckpt.restore()
-    ...                     # forward, backward, optimizer.step()
-    ckpt.step()
+ckpt = checkmate.attach(model, optimizer, shadow="tcp://host:7070", run="gpt-small")
+step = ckpt.restore()
+...                     # forward, backward, optimizer.step()
+ckpt.step()
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import (
-        CheckmateError, Mismatch, ProtocolError, Refused, ReplicasDiffer, StepNotFound, Superseded, Unreachable, Unsupported,
+        CheckmateError,
+        Mismatch,
+        ProtocolError,
+        Refused,
+        ReplicasDiffer,
+        StepNotFound,
+        Superseded,
+        Unreachable,
+        Unsupported,
         UsageError,
     )  # fmt: skip
     from .recovery import ShadowReader
@@ -32,7 +40,11 @@ __all__ = [
     "attach",
 ]
 
-_HOMES = {"Checkpointer": "trainer.checkpointer", "attach": "trainer.checkpointer", "ShadowReader": "recovery"}
+_HOMES = {
+    "Checkpointer": "trainer.checkpointer",
+    "attach": "trainer.checkpointer",
+    "ShadowReader": "recovery",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,9 @@ class Layout:
                 raise ProtocolError(f"replica set {ranks} is not an ascending list of ranks below {spec.world_size}")
         for i, block in enumerate(self.blocks):
             if block.replicas >= len(self.replica_sets):
-                raise ProtocolError(f"block {i} ({block.fqn}) names replica set {block.replicas} of {len(self.replica_sets)}")
+                raise ProtocolError(
+                    f"block {i} ({block.fqn}) names replica set {block.replicas} of {len(self.replica_sets)}"
+                )
             if len(block.offsets) != len(block.sizes) or len(block.global_sizes) != len(block.sizes):
                 raise ProtocolError(f"block {i} ({block.fqn}) has offsets, sizes and global sizes of different lengths")
             if (key := (block.fqn, tuple(block.offsets), tuple(block.sizes))) in seen:

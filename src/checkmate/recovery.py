@@ -15,14 +15,18 @@ import torch
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
 )  # fmt: skip
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from . import values
 from .errors import ProtocolError, Refused, Unreachable
-from .shadow.replay import bytes_of, dtype_of
+from .tensors import bytes_of, dtype_of
 from .transport.base import Channel, call, greet
 from .transport.tcp import Address, connect, parse_address
 from .wire.frames import Header, Kind, into_new_memory
@@ -50,7 +54,15 @@ Item = tuple[int, int, int, memoryview]  #: block, entry, offset in bytes, where
 class Reader:
     """One connection with one lease: the step does not change under it, whatever the run does."""
 
-    def __init__(self, address: str | Address, run: str = "", step: int | None = None, *, token: bytes | None = None, timeout_s: float = 60.0):
+    def __init__(
+        self,
+        address: str | Address,
+        run: str = "",
+        step: int | None = None,
+        *,
+        token: bytes | None = None,
+        timeout_s: float = 60.0,
+    ):
         address = parse_address(address) if isinstance(address, str) and not isinstance(address, Address) else address
         assert isinstance(address, Address)
         self._timeout_s = timeout_s
@@ -78,7 +90,7 @@ class Reader:
                 if frame.header.kind is Kind.CONTROL:
                     raise Refused(f"the shadow ended the read: {bytes(frame.payload)!r}")
         except OSError as error:
-            raise Unreachable(f"reading step {self.leased.step} from {self._channel.peer}: {error or 'timeout'}") from error
+            raise Unreachable(f"reading step {self.leased.step} from {self._channel.peer}: {error}") from error
         finally:
             self._channel.use_sink(into_new_memory())
 
@@ -150,7 +162,15 @@ class ShadowReader(StorageReader):
     Raises Unreachable, Refused, StepNotFound.
     """
 
-    def __init__(self, address: str, run: str = "", step: int | None = None, *, token: str | bytes | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        run: str = "",
+        step: int | None = None,
+        *,
+        token: str | bytes | None = None,
+        timeout: float = 60.0,
+    ) -> None:
         self._arguments = (address, run, step)
         self._token = token.encode() if isinstance(token, str) else token
         self._timeout_s = timeout
@@ -208,7 +228,11 @@ class ShadowReader(StorageReader):
                 state[held.block.fqn] = entries
         model.update({alias: model[fqn] for alias, fqn in reader.leased.aliases.items()})
         groups = [group for optimizer in reader.groups() for group in optimizer]
-        return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "step": reader.leased.step}
+        return {
+            "model": model,
+            "optimizer": {"state": state, "param_groups": groups},
+            "step": reader.leased.step,
+        }
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
         pass
@@ -225,7 +249,9 @@ class ShadowReader(StorageReader):
         for request in plan.items:
             if request.type is LoadItemType.BYTE_IO:
                 buffer = io.BytesIO()
-                torch.save(self._values[request.storage_index.fqn], buffer)  # made here, of decoded values: DCP unpickles it
+                torch.save(
+                    self._values[request.storage_index.fqn], buffer
+                )  # made here, of decoded values: DCP unpickles it
                 buffer.seek(0)
                 planner.load_bytes(request, buffer)
                 continue
@@ -239,8 +265,10 @@ class ShadowReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _items(self, request: Any, target: torch.Tensor, indirect: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Item]:
-        """What to read for one request: rows that are contiguous in the shadow, into the target or a plain copy of it."""
+    def _items(
+        self, request: Any, target: torch.Tensor, indirect: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[Item]:
+        """What to read for one request: rows that are contiguous in the shadow, into the target or a plain copy."""
         block, entry = self._where[request.storage_index.fqn]
         described = self.reader.leased.held[block].entries[entry]
         plain = target
@@ -296,5 +324,3 @@ class _Leaf:
         entry = held.entries[self.entry]
         chunk = ChunkStorageMetadata(torch.Size([0] * len(entry.sizes)), torch.Size(entry.sizes))
         return TensorStorageMetadata(TensorProperties(dtype=dtype_of(entry.dtype)), torch.Size(entry.sizes), [chunk])
-
-

@@ -269,9 +269,7 @@ _FORMS = {
         lambda n: [n.to_bytes(n.bit_length() // 8 + 1, "big", signed=True)],
         lambda p: int.from_bytes(_only(p, bytes), "big", signed=True),
     ),
-    "builtins.complex": _Form(
-        3, lambda z: (z.real, z.imag), lambda p: complex(*(_only([x], float) for x in p))
-    ),
+    "builtins.complex": _Form(3, lambda z: (z.real, z.imag), lambda p: complex(*(_only([x], float) for x in p))),
     "builtins.bytearray": _Form(4, lambda raw: [bytes(raw)], lambda p: bytearray(_only(p, bytes))),
     "builtins.list": _Form(10, lambda p: p, list),
     "builtins.tuple": _Form(11, lambda p: p, tuple),

@@ -27,16 +27,25 @@ def read_token(path: Path | None) -> bytes | None:
 
 def shadow(
     listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")] = "127.0.0.1:7070",
-    token_file: Annotated[Path | None, typer.Option(help="File with the secret that every client must prove to have.")] = None,
-    allow: Annotated[list[str] | None, typer.Option(help="Module from which optimizer classes may be imported.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for replay='fast'; 'match' uses the trainer's number.")] = None,
-    memory_limit: Annotated[int | None, typer.Option(min=1, help="Refuse runs that need more than this many bytes.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the secret that every client must prove to have.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Module from which optimizer classes may be imported.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads for replay='fast'; 'match' uses the trainer's number.")
+    ] = None,
+    memory_limit: Annotated[
+        int | None, typer.Option(min=1, help="Refuse runs that need more than this many bytes.")
+    ] = None,
 ) -> None:
     """Receive every step of the runs that connect, apply it, and so be their checkpoint."""
     token = read_token(token_file)
     from ..shadow.daemon import Daemon
     from ..shadow.run import Limits
-    from ..transport.tcp import Address, listen as open_listener, parse_address
+    from ..transport.tcp import Address, parse_address
+    from ..transport.tcp import listen as open_listener
 
     address = parse_address(listen)
     try:

@@ -35,7 +35,9 @@ def ask(address: str, token_file: Path | None, timeout: float, request: Any) -> 
 def status(
     address: Address,
     as_json: AsJson = False,
-    max_lag: Annotated[int | None, typer.Option(help="Exit 1 if a live run's recovery point is more steps old than this.")] = None,
+    max_lag: Annotated[
+        int | None, typer.Option(help="Exit 1 if a live run's recovery point is more steps old than this.")
+    ] = None,
     token_file: TokenFile = None,
     timeout: Timeout = 5.0,
 ) -> None:
@@ -56,12 +58,27 @@ def status(
 
 def _show(runs: list[dict[str, Any]]) -> None:
     table = Table(title=None)
-    for name in ("run", "phase", "world", "incarnation", "epoch", "received", "stable", "applied", "recovery", "lag", "memory", "silent", "last error"):
+    for name in (
+        "run",
+        "phase",
+        "world",
+        "incarnation",
+        "epoch",
+        "received",
+        "stable",
+        "applied",
+        "recovery",
+        "lag",
+        "memory",
+        "silent",
+        "last error",
+    ):
         table.add_column(name)
     for run in runs:
         table.add_row(
             run["run"], run["phase"], str(run["world_size"]), run["incarnation"], str(run["epoch"]),
             *(str(run[key]) for key in ("received", "stable", "applied", "recovery", "lag")),
-            f"{run['memory_bytes'] / 1e6:,.1f} MB", f"{run['silent_s']:.1f} s", run["last_error"] or "; ".join(run["waiting_for"]),
+            f"{run['memory_bytes'] / 1e6:,.1f} MB", f"{run['silent_s']:.1f} s",
+            run["last_error"] or "; ".join(run["waiting_for"]),
         )  # fmt: skip
     Console().print(table)

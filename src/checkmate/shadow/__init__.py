@@ -1,1 +1,1 @@
-"""The shadow: receives every step of a run, applies it, and so is the checkpoint. `DESIGN.md` here states the invariants."""
+"""The shadow: receives every step of a run, applies it, and so is the checkpoint. See `DESIGN.md` here."""

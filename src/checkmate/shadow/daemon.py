@@ -15,14 +15,30 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..errors import CheckmateError, ProtocolError, StepNotFound, Unsupported
+from ..tensors import bytes_of
 from ..transport.base import Channel, Stream
 from ..transport.tcp import tune
 from ..wire.auth import ServerGreeting
 from ..wire.frames import MAX_BULK_BYTES, MAX_GREETING_BYTES, Header, Kind
 from ..wire.messages import (
-    Adopt, Attach, Control, Done, GetStatus, Join, Lease, Leased, Prepare, Read, ReadSidecar, Refusal, Remove, Sidecar, Status,
+    Adopt,
+    Attach,
+    Control,
+    Done,
+    GetStatus,
+    Incarnation,
+    Join,
+    Lease,
+    Leased,
+    Prepare,
+    Read,
+    ReadSidecar,
+    Refusal,
+    Remove,
+    Sidecar,
+    Status,
 )  # fmt: skip
-from .replay import Cut, bytes_of
+from .replay import Cut, State
 from .run import Limits, Member, NotTaken, Run
 
 log = logging.getLogger("checkmate.shadow")
@@ -40,10 +56,17 @@ def release() -> str:
 
 def check_run_name(name: str) -> None:
     """Raises NotTaken unless `name` can serve as a file name everywhere: it may end up as one."""
-    ok = 0 < len(name) <= _NAME_LIMIT and name.isprintable() and not set(name) & set('/\\:*?"<>|') and name.strip(". ") == name
+    ok = (
+        0 < len(name) <= _NAME_LIMIT
+        and name.isprintable()
+        and not set(name) & set('/\\:*?"<>|')
+        and name.strip(". ") == name
+    )
     if not ok:
         raise NotTaken(
-            "usage", f"run name {name[:40]!r}: use 1 to {_NAME_LIMIT} printable characters without / \\ : * ? \" < > | and edge dots"
+            "usage",
+            f"run name {name[:40]!r}: use 1 to {_NAME_LIMIT} printable characters, none of them one of "
+            '/ \\ : * ? " < > |, and neither dot nor blank at its ends',
         )
 
 
@@ -130,7 +153,10 @@ class Daemon:
         with self._lock:
             if name not in self.runs:
                 if not create:
-                    raise NotTaken("missing", f"this shadow holds no run {name!r}; it holds {sorted(self.runs) or 'none'}")
+                    raise NotTaken(
+                        "missing",
+                        f"this shadow holds no run {name!r}; it holds {sorted(self.runs) or 'none'}",
+                    )
                 self.runs[name] = Run(name, self.limits)
             return self.runs[name]
 
@@ -200,12 +226,7 @@ class Daemon:
                         run = self.run(message.run or self._only_run())
                         state, cut, holder = run.lease(message.step)
                         leased = (run, state, cut)
-                        channel.send(
-                            Leased(
-                                run.name, holder, cut.step, state.spec.world_size, cut.held, cut.optimizers, state.spec.aliases,
-                                {rank: sorted(entries) for rank, entries in cut.sidecars.items()}, state.spec.fingerprint,
-                            )
-                        )  # fmt: skip
+                        channel.send(_description(run, state, cut, holder))
                     case Read() if leased is not None:
                         channel.send_frames(_pieces(message, leased[2]))
                     case ReadSidecar(rank) if leased is not None:
@@ -225,7 +246,12 @@ class Daemon:
     def _admin(self, message: Control) -> Control:
         match message:
             case GetStatus():
-                server = {"server": release(), "pid": os.getpid(), "host": socket.gethostname(), "up_s": time.time() - self._began}
+                server = {
+                    "server": release(),
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "up_s": time.time() - self._began,
+                }
                 return Status([run.status() for run in list(self.runs.values())], server)
             case Remove(name, force):
                 self.run(name).remove(force)
@@ -234,6 +260,14 @@ class Daemon:
                 return Done(f"run {name!r} is removed")
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a reader")
+
+
+def _description(run: Run, state: State, cut: Cut, holder: Incarnation) -> Leased:
+    sidecars = {rank: sorted(entries) for rank, entries in cut.sidecars.items()}
+    spec = state.spec
+    return Leased(
+        run.name, holder, cut.step, spec.world_size, cut.held, cut.optimizers, spec.aliases, sidecars, spec.fingerprint
+    )
 
 
 def _pieces(message: Read, cut: Cut) -> Any:

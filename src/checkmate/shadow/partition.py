@@ -6,7 +6,8 @@ thread or clock; `run.Run` performs the effects. Its invariants stand in ``DESIG
     applied <= stable <= received        within one epoch
     recovery                             never falls while the shadow lives
 
-    streaming --(a rank reports a gap, or the run asks)--> resuming --(all ranks stream)--> anchoring --(all blocks)--> streaming
+    streaming --(a rank reports a gap, or the run asks)--> resuming
+    resuming  --(all ranks stream)--> anchoring --(all blocks have their state)--> streaming
 """
 
 from __future__ import annotations
@@ -259,7 +260,9 @@ class Partition:
                     total += mine[block].nbytes
         for anchor in part.anchors:
             if anchor.block >= len(self.layout.blocks) or self.layout.owners[anchor.block] != part.rank:
-                raise ProtocolError(f"part of rank {part.rank}, step {part.step} anchors block {anchor.block}, not its own")
+                raise ProtocolError(
+                    f"part of rank {part.rank}, step {part.step} anchors block {anchor.block}, not its own"
+                )
             if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[anchor.block].nbytes:
                 raise ProtocolError(f"anchor of block {anchor.block}: entry 0 is not the whole block")
             total += sum(entry.nbytes for entry in anchor.entries)
@@ -293,7 +296,9 @@ class Partition:
             if slot.arrived_bytes < slot.expected_bytes:
                 break
             if slot.arrived_bytes > slot.expected_bytes:
-                raise ProtocolError(f"step {step} came with {slot.arrived_bytes} bytes, its parts list {slot.expected_bytes}")
+                raise ProtocolError(
+                    f"step {step} came with {slot.arrived_bytes} bytes, its parts list {slot.expected_bytes}"
+                )
             if (trouble := self._disagreement(step, slot)) is not None:
                 effects.append(trouble)
                 if trouble.fatal:
@@ -319,7 +324,7 @@ class Partition:
                 return Tell("replicas", text, step, fatal=True)
             for ours, theirs in zip(first.updates, slot.parts[rank].updates, strict=True):
                 if ours.agreement != theirs.agreement:
-                    text = f"ranks 0 and {rank} used different hyper-parameters in step {step} (optimizer {ours.optimizer})"
+                    text = f"ranks 0 and {rank} used different hyper-parameters in step {step}"
                     return Tell("replicas", text, step)
         seen: dict[int, tuple[int, int]] = {}
         for rank in self._ranks:

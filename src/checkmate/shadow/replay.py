@@ -16,23 +16,11 @@ import torch
 from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
-from ..errors import Mismatch, Unsupported
+from ..errors import Unsupported
+from ..tensors import bytes_of, dtype_name, dtype_of
 from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
 
 Tensor = torch.Tensor
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``; anything that is not a dtype of torch is refused."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise Mismatch(f"this torch has no dtype {name!r}")
-    return dtype
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a dense contiguous CPU tensor, as writable bytes."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def optimizer_class(spec: Optimizer, allowed: Iterable[str] = ()) -> type[torch.optim.Optimizer]:
@@ -82,7 +70,7 @@ class Cut:
         for number, block in enumerate(state.spec.blocks):
             index, entries, rest = state.entries(number)
             described = [
-                Entry(key, str(t.dtype).removeprefix("torch."), list(t.shape), t.numel() * t.element_size())
+                Entry(key, dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size())
                 for key, t in entries.items()
             ]
             self.held.append(Held(block, index, described, values.dumps(rest)))
@@ -119,7 +107,11 @@ class State:
             if param in optimizer.state:
                 state = optimizer.state[param]
                 tensors.update({key: value for key, value in state.items() if torch.is_tensor(value)})
-                return index, tensors, {key: value for key, value in state.items() if not torch.is_tensor(value)}
+                return (
+                    index,
+                    tensors,
+                    {key: value for key, value in state.items() if not torch.is_tensor(value)},
+                )
         return -1, tensors, {}
 
     def optimizer_specs(self) -> list[Optimizer]:

@@ -19,16 +19,50 @@ import torch
 
 from ..errors import CheckmateError, ProtocolError, Refused, StepNotFound, Superseded
 from ..layout import Layout
+from ..tensors import bytes_of, dtype_of
 from ..transport.base import Channel
 from ..wire.frames import Frame, Header, Kind
 from ..wire.messages import (
-    Ack, Adopt, Adopted, Anchor, Anchoring, Attach, Attempt, Audit, Audited, Control, Incarnation, Join, Joined, Part, Ping,
-    Pong, Prepare, Prepared, Reanchor, Refusal, Report, Resume, Spec, Stable, decode_part,
+    Ack,
+    Adopt,
+    Adopted,
+    Anchor,
+    Anchoring,
+    Attach,
+    Attempt,
+    Audit,
+    Audited,
+    Control,
+    Incarnation,
+    Join,
+    Joined,
+    Ping,
+    Pong,
+    Prepare,
+    Prepared,
+    Reanchor,
+    Refusal,
+    Report,
+    Resume,
+    Spec,
+    Stable,
+    decode_part,
 )  # fmt: skip
 from .partition import (
-    RING_STEPS, Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze, Partition, Phase, Tell, Verdict,
+    RING_STEPS,
+    Acknowledge,
+    Apply,
+    AskAnchors,
+    AskResume,
+    Drop,
+    Effect,
+    Freeze,
+    Partition,
+    Phase,
+    Tell,
+    Verdict,
 )  # fmt: skip
-from .replay import Cut, State, bytes_of, dtype_of, empty_like, state_multiple
+from .replay import Cut, State, empty_like, state_multiple
 
 log = logging.getLogger("checkmate.shadow")
 
@@ -203,7 +237,7 @@ class Run:
                 "superseded",
                 f"run {self.name!r}: attempt {incarnation} is superseded by {self.incarnation}"
                 if incarnation.number <= self.incarnation.number
-                else f"run {self.name!r} is held here by attempt {self.incarnation}, which {incarnation} has not restored",
+                else f"run {self.name!r} is held here by {self.incarnation}, which {incarnation} has not restored",
             )
 
     def _check_memory(self, spec: Spec) -> None:
@@ -231,7 +265,12 @@ class Run:
                 self.attempt = Attempt(message.incarnation.id, "unknown host", 0)
                 self.state = State(message.spec, self.limits.allowed)
                 self._begin(message.spec, Phase.RESUMING, -1, message.epoch + 1)
-                log.info("run %s: begun anew by attempt %s at step %d", self.name, message.incarnation, message.step)
+                log.info(
+                    "run %s: begun anew by attempt %s at step %d",
+                    self.name,
+                    message.incarnation,
+                    message.step,
+                )
             self._check_current(message.incarnation)
             if self.partition is None:
                 raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not adopted a step")
@@ -292,7 +331,8 @@ class Run:
         deadline = time.monotonic() + LEASE_S
         with self.changed:
             self.changed.wait_for(
-                lambda: self.state is None or self.state.step >= message.step or not self.partition, deadline - time.monotonic()
+                lambda: self.state is None or self.state.step >= message.step or not self.partition,
+                deadline - time.monotonic(),
             )
             state = self.state
         with self._between_steps:
@@ -324,7 +364,7 @@ class Run:
             self.changed.notify_all()
 
     def place(self, header: Header, message: Attach, channel: Channel, scratch: memoryview) -> memoryview:
-        """Where the payload of this frame belongs. Blocks while the ring is full: then TCP holds the worker's sender."""
+        """Where the payload of this frame belongs. Blocks while the ring is full: TCP then holds the sender."""
         if header.incarnation != message.incarnation.id or header.rank != message.rank:
             raise ProtocolError(f"{header}: of another attempt or rank than its connection")
         with self.changed:
@@ -357,7 +397,11 @@ class Run:
 
     def _partition_of(self, message: Attach, channel: Channel) -> Partition:
         # While `prepare` drains, the claim is new but the old partition still takes what the old attempt had sent.
-        if self.partition is None or self.incarnation != message.incarnation or self._data.get(message.rank) is not channel:
+        if (
+            self.partition is None
+            or self.incarnation != message.incarnation
+            or self._data.get(message.rank) is not channel
+        ):
             raise Superseded(f"rank {message.rank} of attempt {message.incarnation} is fenced")
         return self.partition
 
@@ -428,7 +472,9 @@ class Run:
             return
         for block, key in new.items():
             name = self.partition.layout.blocks[block].fqn
-            self._suspects[block] = f"audit at step {step}: {name}{' ' + key if key else ''} differs between trainer and shadow"
+            self._suspects[block] = (
+                f"audit at step {step}: {name}{' ' + key if key else ''} differs between trainer and shadow"
+            )
             self.last_error = self._suspects[block]
         self._tell_all(Reanchor(self.epoch, sorted(new), "audit"))
 
@@ -452,14 +498,19 @@ class Run:
 
     def _freeze(self, work: Freeze) -> None:
         with self._between_steps, self.changed:
-            assert self.state is not None and self.holder is not None
+            assert self.state is not None
+            assert self.holder is not None
             if work.keep and self.state.whole:
                 self.frozen = (self.state, self.holder)
             self._suspects.clear()
             self.state = State(self.state.spec, self.limits.allowed)
 
     def _apply(
-        self, work: Apply, partition: Partition, state: State, buffers: dict[tuple[Kind, int, int], torch.Tensor]
+        self,
+        work: Apply,
+        partition: Partition,
+        state: State,
+        buffers: dict[tuple[Kind, int, int], torch.Tensor],
     ) -> None:
         def gradient(update: int, block: int) -> torch.Tensor:
             found = buffers.get((Kind.GRAD, block, update))
@@ -516,7 +567,9 @@ class Run:
                 raise StepNotFound(f"run {self.name!r} has no whole step yet")
             state, holder = held
             if step is not None and step != state.step:
-                raise StepNotFound(f"run {self.name!r}: step {step} is not held; the one step that is whole here is {state.step}")
+                raise StepNotFound(
+                    f"run {self.name!r}: step {step} is not held; the one step that is whole here is {state.step}"
+                )
             return state, state.cut(), holder
 
     def release(self, state: State, cut: Cut) -> None:
@@ -550,7 +603,9 @@ class Run:
 
     def memory_bytes(self) -> int:
         """Tensor bytes held: states, gradients and anchors."""
-        tensors = [t for step in self._buffers.values() for t in step.values()] + [t for f in self._free.values() for t in f]
+        tensors = [t for step in self._buffers.values() for t in step.values()] + [
+            t for f in self._free.values() for t in f
+        ]
         held = [state for state in (self.state, self.frozen[0] if self.frozen else None) if state is not None]
         with contextlib.suppress(RuntimeError):  # the replayer may add to a state while it is counted
             return sum(t.numel() * t.element_size() for t in tensors) + sum(state.nbytes() for state in held)
@@ -570,5 +625,3 @@ def _largest(state: State, anchor: Anchor, anchored: Any) -> float:
         if ours.numel():
             largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
     return largest
-
-

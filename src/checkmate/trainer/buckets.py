@@ -8,7 +8,8 @@ uninterrupted run, were the new model not given the old order.
 
 With ``gradient_as_bucket_view`` there is a second difference: DDP divides by N a gradient that was
 accumulated in its bucket, and multiplies any other by 1/N. Unless N is a power of two, the two round
-differently. So it matters whether gradients outlive their step: whether the user sets them to zero or ``None``.
+differently. So it matters whether gradients outlive their step: whether the user sets them to zero or to
+``None``.
 
 `Buckets` records both and brings them back. The methods of the reducer that this takes are private to torch.
 Where they are missing, and where DDP offers no way back, `Buckets.restore` says why: training goes on, but in

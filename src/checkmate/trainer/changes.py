@@ -28,7 +28,9 @@ class Watch:
         self._optimizer_of = list(optimizer_of)
         self._looks: list[Look] = [()] * len(params)
         self._views: dict[int, tuple[int, torch.Tensor]] = {}
-        self._samples: dict[tuple[int, ...], torch.Tensor] = {}  #: disjoint groups of blocks, each sampled into one tensor
+        self._samples: dict[
+            tuple[int, ...], torch.Tensor
+        ] = {}  #: disjoint groups of blocks, each sampled into one tensor
         self.mark(range(len(params)))
 
     def adopt(self, block: int, optimizer: torch.optim.Optimizer) -> None:
@@ -84,7 +86,7 @@ class Watch:
         return torch.cat(views) if views else torch.empty(0, dtype=torch.uint8)
 
     def _view(self, block: int) -> torch.Tensor | None:
-        """Evenly spread elements of a parameter as integers, sharing its memory; None where a look would cost a device sync."""
+        """Evenly spread elements as integers, sharing the memory; None where it would cost a device sync."""
         param = self._params[block].detach()
         if param.device.type != "cpu" or param.numel() == 0 or param.element_size() not in _BITS:
             return None

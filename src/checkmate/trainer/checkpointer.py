@@ -97,8 +97,8 @@ class Checkpointer:
     """What `attach` returns: one per training process. Also a context manager, which closes it."""
 
     def __init__(
-        self, model: torch.nn.Module, shadowed: Shadowed, address: Address, run: str, stateful: Mapping[str, Stateful], *,
-        on_lag: str, staging_bytes: int | None, block_timeout: float, fresh: bool, token: bytes | None,
+        self, model: torch.nn.Module, shadowed: Shadowed, address: Address, run: str, stateful: Mapping[str, Stateful],
+        *, on_lag: str, staging_bytes: int | None, block_timeout: float, fresh: bool, token: bytes | None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = rank_and_world()
         self._address, self._run, self._fresh, self._token = address, run, fresh, token
@@ -125,7 +125,7 @@ class Checkpointer:
         self._trained = False
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
-        self._batches: list[Batches] = []
+        self._batches: list[Batches[Any]] = []
         self._drift: list[str] = []
         self._merged = 0
         self._gaps = 0
@@ -149,7 +149,9 @@ class Checkpointer:
         Raises Unreachable, Refused (another job trains this run), StepNotFound, Mismatch, UsageError.
         """
         if self._closed or self._restored:
-            raise UsageError("restore() is called once, before training" if self._restored else "this Checkpointer is closed")
+            raise UsageError(
+                "restore() is called once, before training" if self._restored else "this Checkpointer is closed"
+            )
         if self._trained:
             raise UsageError("restore() after training has begun; call it right after attach()")
         deadline = time.monotonic() + timeout
@@ -191,7 +193,10 @@ class Checkpointer:
         if why is not None:
             self._drift.append(why)
             if self.rank == 0:
-                log.warning("checkmate: the next gradients may differ in their last bits from an uninterrupted run: %s", why)
+                log.warning(
+                    "checkmate: the next gradients may differ in their last bits from an uninterrupted run: %s",
+                    why,
+                )
 
     def _begin(self, agreed: Agreed, deadline: float | None) -> int:
         """Connect, and make what this process holds now the state that the shadow goes on from."""
@@ -228,7 +233,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------ training
 
-    def batches(self, loader: Iterable[Any]) -> Batches:
+    def batches(self, loader: Iterable[Any]) -> Batches[Any]:
         """The batches of `loader`, epoch after epoch, from wherever the restored step stood. Never ends by itself.
 
         The same batches, and the same random numbers afterwards, as ``while True: for batch in loader: …`` without
@@ -259,15 +264,17 @@ class Checkpointer:
         being accumulated it is none: they belong to the step that will use them.
         """
         if not self._restored or self._closed:
-            raise UsageError("step() on a closed Checkpointer" if self._closed else "call restore() before the first step()")
+            raise UsageError(
+                "step() on a closed Checkpointer" if self._closed else "call restore() before the first step()"
+            )
         recorder, link = self._recorder, self._link
         assert link is not None
         if recorder.updates == 0 and self._accumulating():
             self._merged += 1
             if self._merged == 1 and self.rank == 0:
                 log.warning(
-                    "checkmate: step() without optimizer.step() while gradients are pending: it is merged into the next "
-                    "one. Call ckpt.step() once per optimizer.step()."
+                    "checkmate: step() without optimizer.step() while gradients are pending: it is merged into the "
+                    "next one. Call ckpt.step() once per optimizer.step()."
                 )
             return
         self._compare_first_gradients()
@@ -305,8 +312,8 @@ class Checkpointer:
                 names = ", ".join(self._layout.blocks[b].fqn for b in different[:3])
                 raise ReplicasDiffer(
                     f"ranks 0 and {other} hold different gradients at optimizer.step(): {names}"
-                    f"{' and others' if len(different) > 3 else ''}. Every rank must apply the same averaged gradient: wrap the "
-                    "model in DistributedDataParallel, and edit gradients alike on all ranks."
+                    f"{' and others' if len(different) > 3 else ''}. Every rank must apply the same averaged gradient: "
+                    "wrap the model in DistributedDataParallel, and edit gradients alike on all ranks."
                 )
 
     def _take_up_epoch(self, link: Link) -> None:
@@ -371,7 +378,11 @@ class Checkpointer:
             why = link.trouble or "no connection"
         else:
             why = "the shadow is behind"
-        point = f"a restart would resume at step {recovery}" if recovery is not None else "whether the shadow holds a step is unknown"
+        point = (
+            f"a restart would resume at step {recovery}"
+            if recovery is not None
+            else "whether the shadow holds a step is unknown"
+        )
         if self.rank == 0:
             log.warning("checkmate: step %d: %s (%s). Training goes on.", self._step, point, why)
         else:
@@ -385,7 +396,7 @@ class Checkpointer:
         """Where the checkpoint stands, as this rank knows it. Costs nothing; never waits.
 
         ``recovery_step`` is the step that a restart would resume, None while that is not known or there is none;
-        ``lag_steps`` how many steps behind `step` it is. ``state`` is one of streaming, anchoring, degraded, gone, refused.
+        ``lag_steps`` how many steps behind `step` it is. ``state``: streaming, anchoring, degraded, gone or refused.
         """
         link, recovery = self._link, self._recovery_step()
         return {
@@ -439,11 +450,20 @@ class Checkpointer:
         target = self._step if step is None else step
         if target > self._step:
             raise UsageError(f"wait({target}): the newest step is {self._step}")
-        link.wait_for(lambda: link.fatal is not None or (self._recovery_step() or -1) >= target or self._hopeless(link), timeout)
+        link.wait_for(
+            lambda: link.fatal is not None or (self._recovery_step() or -1) >= target or self._hopeless(link),
+            timeout,
+        )
         recovery = self._recovery_step()
         if recovery is None or recovery < target:
-            why = str(link.fatal) if link.fatal else link.trouble or ("its gradients were not kept" if self._hopeless(link) else "no answer")
-            raise Unreachable(f"step {target} is not safe after {timeout} s ({why}); a restart would resume at step {recovery}")
+            why = (
+                str(link.fatal)
+                if link.fatal
+                else link.trouble or ("its gradients were not kept" if self._hopeless(link) else "no answer")
+            )
+            raise Unreachable(
+                f"step {target} is not safe after {timeout} s ({why}); a restart would resume at step {recovery}"
+            )
         return recovery
 
     def _hopeless(self, link: Link) -> bool:
@@ -486,7 +506,9 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -494,5 +516,3 @@ def _close_at_exit(reference: weakref.ref[Checkpointer]) -> None:
     checkpointer = reference()
     if checkpointer is not None:
         checkpointer.close()
-
-

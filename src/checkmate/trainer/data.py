@@ -109,7 +109,7 @@ class Batches(Iterator[T]):
 
         `epoch`, `taken`: int. `start`: bytes, all generators at the start of the epoch, one object throughout
         it, empty before its first batch. `own`: the generators that are not global, as they are now.
-        `loader`: the loader's own state, or None. `traits`: what must stay the same for the batches to be the same.
+        `loader`: the loader's own state, or None. `traits`: what must not change for the batches to be the same.
         """
         begun = self._iterator is not None
         position = self._resumed_at
@@ -145,9 +145,9 @@ class Batches(Iterator[T]):
         start = values.loads(self._start)
         self._set_epoch()
         self._write_generators(start)
-        if self._keeps_position and position is not None:
+        if self._keeps_position and position is not None and (self._indexed or not _lacks_dataset(position)):
             self._loader.load_state_dict(position)  # type: ignore[attr-defined]
-            self._resumed_at = position  # some (torchdata's sampler) would give a wrong one before the next batch
+            self._resumed_at = position  # asked before the next batch, some of torchdata's samplers are wrong
             return iter(self._loader)
         iterator = iter(self._loader)
         if self._reuses_workers and self.epoch > 0:
@@ -182,9 +182,9 @@ class Batches(Iterator[T]):
         ]
         if shared:
             _warn(
-                f"within an epoch the loader draws random numbers ({', '.join(sorted(shared))}) from a generator"
-                " that the training loop or the dataset draws from as well: the rest of this epoch may differ"
-                " from a run without the restart; give the sampler or the dataset a generator of its own"
+                f"in mid-epoch the loader draws random numbers ({', '.join(sorted(shared))}) from a generator that"
+                " the training loop or the dataset draws from as well: the rest of this epoch may differ from"
+                " that of a run without the restart; give the sampler or the dataset a generator of its own"
             )
 
     def _set_epoch(self) -> None:
@@ -255,6 +255,19 @@ class Batches(Iterator[T]):
 
 def _warn(message: str) -> None:
     warnings.warn(message, InexactData, stacklevel=2)
+
+
+def _lacks_dataset(position: Any) -> bool:
+    """Whether a StatefulDataLoader says of an iterable dataset that neither it nor its iterator has a state. Then
+    it would skip as we do, from the start of the epoch, and be wrong when it is resumed a second time.
+    """
+
+    def held(state: Any) -> Iterator[Any]:
+        for key, value in state.items() if isinstance(state, dict) else ():
+            yield from (value,) if key in ("dataset_state", "dataset_iter_state") else held(value)
+
+    found = list(held(position))
+    return bool(found) and all(value is None for value in found)
 
 
 def _parts(loader: Any) -> dict[str, Any]:

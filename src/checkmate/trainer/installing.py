@@ -36,7 +36,10 @@ def install(shadowed: Shadowed, sidecars: Sidecars, source: ShadowReader, rank: 
     own = reader.sidecar(rank) if rank in ranks else {}
     if ranks:
         shared = own if rank == ranks[0] else reader.sidecar(ranks[0])
-        own = {**{k: v for k, v in shared.items() if k == "buckets" or k.startswith("buffer:") or not (rank in ranks)}, **own}
+        own = {
+            **{k: v for k, v in shared.items() if k == "buckets" or k.startswith("buffer:") or rank not in ranks},
+            **own,
+        }
     return sidecars.restore(own)
 
 
@@ -78,7 +81,9 @@ def _causes(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _install_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], by_name: dict[str, torch.nn.Parameter]) -> None:
+def _install_groups(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], by_name: dict[str, torch.nn.Parameter]
+) -> None:
     """Hyper-parameters by value, in place; groups that training had added are added again."""
     for number, saved in enumerate(groups):
         params = [by_name[fqn] for fqn in saved["params"]]

@@ -1,4 +1,5 @@
-"""One rank's link to one shadow: a data connection with a thread that sends, a control connection with one that listens.
+"""One rank's link to one shadow: a data connection with a thread that sends, a control connection with one that
+listens.
 
 The training thread only appends to a list (`put`) and reads what the control thread has learnt. What it has put is kept
 until the shadow calls it stable, and sent again after a reconnection. A link never gives up and never raises into
@@ -18,7 +19,22 @@ from ..errors import CheckmateError, ProtocolError, Refused
 from ..transport.base import Channel, greet, refused
 from ..transport.tcp import Address, connect
 from ..wire.messages import (
-    Ack, Anchoring, Attach, Audit, Audited, Control, Incarnation, Join, Joined, Ping, Pong, Reanchor, Refusal, Report, Resume, Spec,
+    Ack,
+    Anchoring,
+    Attach,
+    Audit,
+    Audited,
+    Control,
+    Incarnation,
+    Join,
+    Joined,
+    Ping,
+    Pong,
+    Reanchor,
+    Refusal,
+    Report,
+    Resume,
+    Spec,
 )  # fmt: skip
 from .staging import Batch, Pool
 
@@ -134,13 +150,18 @@ class Link:
                 before = channel.bytes_sent
                 channel.send_frames(batch.frames(self.incarnation.id, self.rank))
                 sent = True
-            except (OSError, ValueError) as error:  # ValueError: the control thread closed the socket under us
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # ValueError: the control thread closed the socket under us
                 sent = False
                 self._lost(channel, f"sending failed: {error}")
             with self.changed:
                 self.bytes_sent += channel.bytes_sent - before
                 self._sending = None
-                if batch.epoch < self.wanted or (self.ack and batch.epoch == self.ack.epoch and batch.step <= self.ack.stable):
+                if batch.epoch < self.wanted or (
+                    self.ack and batch.epoch == self.ack.epoch and batch.step <= self.ack.stable
+                ):
                     self._free(batch)
                 elif sent and channel is self._data:
                     self._sent.append(batch)
@@ -306,4 +327,3 @@ class Link:
         if epoch > self.wanted:
             self.wanted, self.wanted_reason = epoch, reason
             self._forget(lambda batch: batch.epoch < epoch)
-

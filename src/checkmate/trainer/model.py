@@ -1,4 +1,4 @@
-"""What there is to shadow: the model's parameters and optimizers as blocks with names, and the numerics they run with."""
+"""What there is to shadow: parameters and optimizers as blocks with names, and the numerics they run with."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from .. import values
 from ..errors import Unsupported, UsageError
+from ..tensors import dtype_name
 from ..wire.messages import Block, Fingerprint, Optimizer, Spec
 
 #: What wrappers put into a parameter's name, and DCP's helpers take out again.
@@ -75,10 +77,6 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], replay: str) -> Shadowed:
     """Name every parameter and check that the run can be shadowed. A collective where torch.distributed is initialised.
 
@@ -105,9 +103,20 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     if not params:
         raise UsageError("attach() got a model without parameters")
     _check_optimizers(optimizers, number, names)
-    trainable = {param for o in optimizers for group in o.param_groups for param in group["params"] if param.requires_grad}
+    trainable = {
+        param for o in optimizers for group in o.param_groups for param in group["params"] if param.requires_grad
+    }
     local = [
-        Block(name, dtype_name(p.dtype), p.element_size(), [0] * p.dim(), list(p.shape), list(p.shape), 0, p in trainable)
+        Block(
+            name,
+            dtype_name(p.dtype),
+            p.element_size(),
+            [0] * p.dim(),
+            list(p.shape),
+            list(p.shape),
+            0,
+            p in trainable,
+        )
         for name, p in zip(names, params, strict=True)
     ]
     blocks, sets = _replica_sets(local)
@@ -123,10 +132,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 
 def _check_parameter(name: str, param: torch.nn.Parameter) -> None:
-    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, UninitializedParameter):
         raise Unsupported(f"parameter {name} is not initialised yet; run one forward pass before attach()")
     if isinstance(param, DTensor):
-        raise Unsupported(f"parameter {name} is a DTensor (FSDP2 or tensor parallel), which this version does not shadow yet")
+        raise Unsupported(
+            f"parameter {name} is a DTensor (FSDP2 or tensor parallel), which this version does not shadow yet"
+        )
     if param.is_complex():
         raise Unsupported(f"parameter {name} is complex; hold it as two real parameters (torch.view_as_real)")
     if param.layout is not torch.strided:
@@ -135,7 +146,9 @@ def _check_parameter(name: str, param: torch.nn.Parameter) -> None:
         raise Unsupported(f"parameter {name} is on {param.device}; only cpu and cuda are supported")
 
 
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], number: dict[torch.nn.Parameter, int], names: list[str]) -> None:
+def _check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], number: dict[torch.nn.Parameter, int], names: list[str]
+) -> None:
     if not optimizers:
         raise UsageError("attach() got no optimizer")
     owner: dict[torch.nn.Parameter, int] = {}
@@ -145,8 +158,8 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], number: dict[
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param not in number:
                 raise Unsupported(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model; "
-                    "pass the module that holds it (several modules: put them into one nn.ModuleDict)"
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is not in the "
+                    "model; pass the module that holds it (several modules: put them into one nn.ModuleDict)"
                 )
             if owner.setdefault(param, index) != index:
                 raise Unsupported(f"parameter {names[number[param]]} is in two optimizers; give each parameter to one")
@@ -180,8 +193,8 @@ def _replica_sets(local: list[Block]) -> tuple[list[Block], list[list[int]]]:
     for (fqn, _, sizes, dtype), ranks in holders.items():
         if ranks != everyone:
             raise Unsupported(
-                f"parameter {fqn} ({dtype}, {list(sizes)}) is on ranks {ranks} of {len(everyone)} only; this version shadows "
-                "models that every rank holds whole"
+                f"parameter {fqn} ({dtype}, {list(sizes)}) is on ranks {ranks} of {len(everyone)} only; this version "
+                "shadows models that every rank holds whole"
             )
     sets = sorted(set(map(tuple, holders.values())))
     blocks = [msgspec.structs.replace(block, replicas=sets.index(tuple(holders[key]))) for key, block in first.items()]
@@ -193,7 +206,9 @@ def fingerprint(params: Sequence[torch.Tensor]) -> Fingerprint:
     denormal = torch.full((1,), 1e-40) * 1.0
     device = next((p.device.type for p in params if p.device.type != "cpu"), "cpu")
     return Fingerprint(
-        str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), denormal.item() == 0.0, device
+        str(torch.__version__),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        denormal.item() == 0.0,
+        device,
     )
-
-

@@ -17,11 +17,12 @@ from xxhash import xxh3_64_intdigest as xxh3
 from .. import values
 from ..errors import Unsupported
 from ..layout import Layout
+from ..tensors import dtype_name, host_bytes
 from ..wire import messages
 from ..wire.messages import Anchor, Digest, Entry, Part, Update
 from .changes import Watch
 from .link import Link
-from .model import Shadowed, dtype_name, hyper_parameters
+from .model import Shadowed, hyper_parameters
 from .sidecar import Sidecars
 from .staging import Batch, Buffer, Pool, aligned
 
@@ -33,17 +34,25 @@ ANCHOR_BYTES_PER_STEP = 64 << 20
 AUDIT_BYTES = 256 << 10
 
 
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, on the host; its own memory where that already is so."""
-    plain = tensor.detach().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
-
-
 class Recorder:
     """See the module. `link` is set once the run is adopted; `epoch` is the one that this rank's steps belong to."""
 
-    def __init__(self, shadowed: Shadowed, layout: Layout, rank: int, pool: Pool, sidecars: Sidecars, on_full: Callable[[], bool]) -> None:
-        self.shadowed, self.layout, self.rank, self.pool, self.sidecars = shadowed, layout, rank, pool, sidecars
+    def __init__(
+        self,
+        shadowed: Shadowed,
+        layout: Layout,
+        rank: int,
+        pool: Pool,
+        sidecars: Sidecars,
+        on_full: Callable[[], bool],
+    ) -> None:
+        self.shadowed, self.layout, self.rank, self.pool, self.sidecars = (
+            shadowed,
+            layout,
+            rank,
+            pool,
+            sidecars,
+        )
         self.lead = rank in layout.leads
         self.epoch = 0
         self.gap = False  #: this epoch is over for us: nothing is kept until the next
@@ -84,7 +93,7 @@ class Recorder:
         self._put(Batch(step, self.epoch, part=messages.encode(part)))
 
     def distrust(self, index: int) -> None:
-        """What this optimizer did in the open step may not be what was recorded: anchor its blocks as the step closes."""
+        """What this optimizer did in the open step may not be what was recorded: anchor its blocks with it."""
         if self._updates:
             self._dirty.update(b for b, owner in enumerate(self._optimizer_of) if owner == index)
 
@@ -142,7 +151,9 @@ class Recorder:
         if grad.layout is not torch.strided:
             raise Unsupported(f"the gradient of {self._fqn(block)} is sparse; use dense gradients (sparse=False)")
         if grad.dtype != param.dtype:
-            raise Unsupported(f"the gradient of {self._fqn(block)} is {grad.dtype}, its parameter {param.dtype}; let them agree")
+            raise Unsupported(
+                f"the gradient of {self._fqn(block)} is {grad.dtype}, its parameter {param.dtype}; let them agree"
+            )
         return grad.detach()
 
     def _fqn(self, block: int) -> str:
@@ -161,7 +172,9 @@ class Recorder:
             block, grad = small[step % len(small)]
             self._gradients.append(Digest(block, "grad", 0, grad.numel() * grad.element_size(), xxh3(host_bytes(grad))))
 
-    first_gradients: dict[int, int] | None = None  #: digests of the first update, until the first step has compared them
+    first_gradients: dict[int, int] | None = (
+        None  #: digests of the first update, until the first step has compared them
+    )
 
     def _stage(self, number: int, step: int, blocks: list[int], grads: list[torch.Tensor]) -> None:
         slices = self.layout.slices[self.rank]
@@ -188,7 +201,9 @@ class Recorder:
             buffer = self.pool.take(nbytes)
         return buffer
 
-    def _views(self, memory: torch.Tensor, buffer: Buffer, mine: tuple[int, ...]) -> tuple[list[torch.Tensor], list[tuple[int, int, memoryview]]]:
+    def _views(
+        self, memory: torch.Tensor, buffer: Buffer, mine: tuple[int, ...]
+    ) -> tuple[list[torch.Tensor], list[tuple[int, int, memoryview]]]:
         """Where each slice goes in a buffer: as tensors to copy into, as bytes to send from."""
         targets, pieces, at = [], [], 0
         for block in mine:
@@ -250,7 +265,11 @@ class Recorder:
         self._put_part(step, anchors, pieces, [])
 
     def _put_part(
-        self, step: int, anchors: list[Anchor], pieces: list[tuple[int, int, memoryview]], buffers: list[Buffer]
+        self,
+        step: int,
+        anchors: list[Anchor],
+        pieces: list[tuple[int, int, memoryview]],
+        buffers: list[Buffer],
     ) -> None:
         optimizers = self.shadowed.optimizers
         groups = [hyper_parameters(o) for o in optimizers] if self.lead else None
@@ -269,7 +288,7 @@ class Recorder:
         self._put(Batch(step, self.epoch, part=messages.encode(part), anchors=pieces, buffers=buffers))
 
     def _choose_anchors(self, step: int, changed: set[int]) -> list[int]:
-        """Own blocks to send whole at the end of this step: those that must, then some of those that the shadow lacks."""
+        """Own blocks to send whole at the end of this step: those that must, then some that the shadow lacks."""
         must = changed
         allowed, budget = False, ANCHOR_BYTES_PER_STEP
         if self.link is not None:
@@ -305,7 +324,8 @@ class Recorder:
         self, blocks: list[int]
     ) -> tuple[list[Anchor], list[tuple[int, int, memoryview]], list[Buffer]] | None:
         """Copies of these blocks' state; None if there is no room for them."""
-        anchors, pieces, buffers = [], [], []
+        anchors, pieces = [], []
+        buffers: list[Buffer] = []
         for block in blocks:
             anchor, tensors = self._anchor(block)
             buffer = self._take(sum(aligned(entry.nbytes) for entry in anchor.entries))

@@ -37,7 +37,7 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except CheckmateError as caught:
         error = caught
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
     if world > 1:
         told: list[str | None] = [None] * world
         dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
@@ -90,7 +90,13 @@ class Rendezvous:
     """Rank 0's conversation with one shadow. Its control connection is the claim on the run until `close`."""
 
     def __init__(self, address: Address, run: str, spec: Spec, token: bytes | None, deadline: float) -> None:
-        self._address, self._run, self._spec, self._token, self._deadline = address, run, spec, token, deadline
+        self._address, self._run, self._spec, self._token, self._deadline = (
+            address,
+            run,
+            spec,
+            token,
+            deadline,
+        )
         self._channel: Channel | None = None
 
     def agree(self, attempt: Attempt, step: int | None, fresh: bool) -> Agreed:
@@ -124,7 +130,9 @@ class Rendezvous:
     def _choose(self, prepared: Prepared, step: int | None) -> int | None:
         if not prepared.steps:
             if step not in (None, 0):
-                raise StepNotFound(f"run {self._run!r}: step {step} was asked for, and {self._address} holds none of this run")
+                raise StepNotFound(
+                    f"run {self._run!r}: step {step} was asked for, and {self._address} holds none of this run"
+                )
             return None
         newest = max(prepared.steps)
         if step is not None and step not in prepared.steps:
@@ -156,7 +164,9 @@ def check_fit(spec: Spec, leased: Leased) -> None:
     for fqn in ours.keys() & theirs.keys():
         a, b = ours[fqn], theirs[fqn]
         if (a.sizes, a.dtype) != (b.sizes, b.dtype):
-            differences.append(f"{fqn} is {a.dtype} {list(a.sizes)} in the model, {b.dtype} {list(b.sizes)} in the checkpoint")
+            differences.append(
+                f"{fqn} is {a.dtype} {list(a.sizes)} in the model, {b.dtype} {list(b.sizes)} in the checkpoint"
+            )
     names = [f"{o.module}.{o.name}" for o in spec.optimizers]
     held = [f"{o.module}.{o.name}" for o in leased.optimizers]
     if names != held:
@@ -166,7 +176,9 @@ def check_fit(spec: Spec, leased: Leased) -> None:
             here = [[spec.blocks[b].fqn for b in group] for group in mine.members]
             there = [[leased.held[b].block.fqn for b in group] for group in other.members]
             if here != there[: len(here)]:
-                differences.append(f"optimizer {i} ({mine.name}) groups its parameters differently: {_first_difference(here, there)}")
+                differences.append(
+                    f"optimizer {i} ({mine.name}) groups its parameters differently: {_first_difference(here, there)}"
+                )
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         listed = "; ".join(sorted(differences)[:5])

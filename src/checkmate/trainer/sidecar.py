@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
 from ..errors import UsageError
+from ..tensors import host_bytes
 from . import rng
 
 log = logging.getLogger("checkmate")
@@ -35,7 +36,9 @@ def check_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Stateful]:
     found = dict(stateful or {})
     for name, item in found.items():
         if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
-            raise UsageError(f"stateful[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()")
+            raise UsageError(
+                f"stateful[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()"
+            )
     return found
 
 
@@ -63,10 +66,9 @@ class Sidecars:
                 self._known[name] = data
         for fqn, buffer in self.buffers.items():
             name = f"buffer:{fqn}"
-            plain = buffer.detach().cpu().contiguous()
-            digest = xxh3(plain.reshape(-1).view(torch.uint8).numpy())
+            digest = xxh3(host_bytes(buffer))
             if self._known.get(name) != digest:
-                changed[name] = values.dumps(plain)
+                changed[name] = values.dumps(buffer.detach())
                 self._known[name] = digest
         return changed
 
@@ -82,7 +84,7 @@ class Sidecars:
         began = time.perf_counter()
         data = values.dumps(item.state_dict())
         took = time.perf_counter() - began
-        if name not in self._warned and (took > SLOW_S and self._known or len(data) > LARGE_BYTES):
+        if name not in self._warned and ((took > SLOW_S and self._known) or len(data) > LARGE_BYTES):
             self._warned.add(name)
             log.warning(
                 "checkmate: state_dict() of stateful[%r] (%s) takes %.1f ms and %d bytes in every step; "
@@ -102,7 +104,10 @@ class Sidecars:
                 if key in self.stateful:
                     self.stateful[key].load_state_dict(values.loads(data))
                 else:
-                    log.warning("checkmate: the checkpoint has a stateful object %r that attach() was not given; it is ignored", key)
+                    log.warning(
+                        "checkmate: the checkpoint has a stateful object %r that attach() was not given; it is ignored",
+                        key,
+                    )
             elif kind != "buffer":
                 rest[name] = values.loads(data)
         for key in self.stateful:

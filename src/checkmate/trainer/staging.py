@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..tensors import bytes_of
 from ..wire.frames import MAX_BULK_BYTES, Header, Kind
 
 #: Pieces begin at multiples of this many bytes, which suits every dtype and a cache line.
@@ -24,14 +25,14 @@ class Buffer:
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.memory = memoryview(self.tensor.numpy())
+        self.memory = bytes_of(self.tensor)
         self._views: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def views(self, key: Hashable, make: Callable[[torch.Tensor], Any]) -> Any:
-        """What `make` made of this memory for `key`, made once: building hundreds of views costs more than filling them."""
+        """What `make` made of this memory for `key`, made once: hundreds of views cost more than filling them."""
         if key not in self._views:
             if len(self._views) > 8:  # parameters come and go: do not collect their views for ever
                 self._views.clear()

@@ -7,6 +7,7 @@ backward runs inside the step, so there the closure is wrapped and the gradient 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +19,22 @@ _tapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class Tap:
-    """Hooks of one optimizer. `before` is called once per update, when its gradients are final; `after`, when it is over."""
+    """Hooks of one optimizer. `before` is called once per update, when its gradients are final; `after`, when it is
+    over.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         if optimizer in _tapped:
-            raise UsageError(f"this {type(optimizer).__name__} is attached already; close() the other Checkpointer first")
+            raise UsageError(
+                f"this {type(optimizer).__name__} is attached already; close() the other Checkpointer first"
+            )
         _tapped.add(optimizer)
         self.optimizer = optimizer
         self._before, self._after = before, after
         self._depth = 0
-        self._pre = optimizer.register_step_pre_hook(torch._dynamo.disable(self._pre_hook) if _dynamo_loaded() else self._pre_hook)
+        self._pre = optimizer.register_step_pre_hook(
+            torch._dynamo.disable(self._pre_hook) if _dynamo_loaded() else self._pre_hook
+        )
         self._post = optimizer.register_step_post_hook(self._post_hook)
 
     def _pre_hook(
@@ -48,7 +55,7 @@ class Tap:
             calls += 1
             if calls > 1:
                 raise Unsupported(
-                    f"{type(optimizer).__name__} called its closure {calls} times in one step; such an optimizer cannot be replayed"
+                    f"{type(optimizer).__name__} called its closure {calls} times in one step; that cannot be replayed"
                 )
             self._before()
             return loss
@@ -63,9 +70,9 @@ class Tap:
             self._after()
 
     def move_last(self) -> bool:
-        """Between steps: let other pre-hooks run before ours, for they may edit gradients. False if ours was not last."""
+        """Between steps: other pre-hooks, which may edit gradients, go before ours. False if ours was not last."""
         self._depth = 0  # a step that raised has left it standing
-        hooks = self.optimizer._optimizer_step_pre_hooks
+        hooks: OrderedDict[int, Any] = self.optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
         if next(reversed(hooks)) == self._pre.id:
             return True
         hooks.move_to_end(self._pre.id)

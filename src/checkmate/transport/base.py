@@ -1,21 +1,30 @@
 """What the rest asks of a connection, and frames and messages over it.
 
-`Stream` is the part of ``socket.socket`` that is used, so a connected TCP socket is one as it is. `Channel` adds frames.
+`Stream` is the part of ``socket.socket`` that is used, so a connected socket is one. `Channel` adds frames.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from socket import MSG_DONTWAIT
-from typing import Protocol
+from socket import MSG_DONTWAIT, SHUT_RDWR
+from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest as xxh3
 
 from ..errors import ProtocolError, Refused, Superseded, Unreachable
 from ..wire import messages
 from ..wire.auth import ClientGreeting
-from ..wire.frames import MAX_MESSAGE_BYTES, Frame, FrameReceiver, Header, Kind, encode_header, into_new_memory
+from ..wire.frames import (
+    MAX_MESSAGE_BYTES,
+    Frame,
+    FrameReceiver,
+    Header,
+    Kind,
+    encode_header,
+    into_new_memory,
+)
 
 Buffer = bytes | bytearray | memoryview
 #: Buffers handed to one ``sendmsg``: far below IOV_MAX, enough to make small frames cheap.
@@ -26,7 +35,7 @@ class Stream(Protocol):
     """A reliable, ordered, two-way byte stream. Errors are ``OSError``; end of stream is a read of 0 bytes."""
 
     def recv_into(self, buffer: memoryview, /) -> int: ...
-    def sendmsg(self, buffers: Sequence[Buffer], ancdata: Sequence[object] = (), flags: int = 0, /) -> int: ...
+    def sendmsg(self, buffers: Sequence[Buffer], ancdata: Sequence[Any] = ..., flags: int = ..., /) -> int: ...
     def settimeout(self, value: float | None, /) -> None: ...
     def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
@@ -52,7 +61,7 @@ class Channel:
     # ------------------------------------------------------------ receiving
 
     def receive(self) -> Frame | None:
-        """The next frame; None at the end of the stream. Raises ProtocolError, OSError, TimeoutError (nothing is lost)."""
+        """The next frame; None at the end of the stream. Raises ProtocolError, OSError; after TimeoutError go on."""
         while True:
             count = self.stream.recv_into(self._receiver.buffer())
             if count == 0:
@@ -109,10 +118,8 @@ class Channel:
 
     def close(self) -> None:
         """Close both directions, and wake whoever is blocked in either."""
-        try:
-            self.stream.shutdown(2)
-        except OSError:
-            pass  # already gone
+        with contextlib.suppress(OSError):  # already gone
+            self.stream.shutdown(SHUT_RDWR)
         self.stream.close()
 
 

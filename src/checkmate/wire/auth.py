@@ -30,7 +30,7 @@ def _proof(token: bytes | None, side: bytes, hello: Hello, version: int, server_
 
 
 class ClientGreeting:
-    """One connection's greeting, client side. `hello` goes out first; `answer` takes what comes, returns what goes out."""
+    """The client's side. `hello` goes out first; `answer` takes what comes and returns what goes out."""
 
     def __init__(self, role: str, token: bytes | None) -> None:
         self.hello = Hello([VERSION], role, secrets.token_bytes(16), CAPABILITIES)
@@ -43,7 +43,10 @@ class ClientGreeting:
             raise Refused(message.reason, message.kind)
         if isinstance(message, Challenge) and not self._proved:
             if message.version not in self.hello.versions:
-                raise Refused(f"the shadow speaks protocol version {message.version}, this side {self.hello.versions}", "version")
+                raise Refused(
+                    f"the shadow speaks protocol version {message.version}, this side {self.hello.versions}",
+                    "version",
+                )
             expected = _proof(self._token, b"server", self.hello, message.version, message.nonce)
             if self._token is None and message.proof:
                 raise Refused("the shadow wants a token, and none was given here (token= or --token-file)", "token")
@@ -74,12 +77,19 @@ class ServerGreeting:
     def answer(self, message: Control) -> Challenge | Welcome | Refusal:
         if isinstance(message, Hello) and self._hello is None:
             if VERSION not in message.versions:
-                reason = f"{self._server} speaks protocol version {VERSION}, the client {message.versions}; upgrade the older side"
+                reason = (
+                    f"{self._server} speaks protocol {VERSION}, the client {message.versions}; upgrade the older side"
+                )
                 return Refusal("version", reason)
             if message.role not in ROLES:
                 return Refusal("usage", f"unknown role {message.role!r}")
             self._hello = message
-            return Challenge(VERSION, self._nonce, _proof(self._token, b"server", message, VERSION, self._nonce), CAPABILITIES)
+            return Challenge(
+                VERSION,
+                self._nonce,
+                _proof(self._token, b"server", message, VERSION, self._nonce),
+                CAPABILITIES,
+            )
         if isinstance(message, Proof) and self._hello is not None and not self.done:
             expected = _proof(self._token, b"client", self._hello, VERSION, self._nonce)
             if not hmac.compare_digest(message.proof, expected):

@@ -47,7 +47,7 @@ _BULK = frozenset((Kind.GRAD, Kind.ANCHOR, Kind.STATE))
 
 
 class Header(NamedTuple):
-    """Everything about a payload. Offsets and lengths are bytes; `offset` counts from the start of the block (or entry)."""
+    """Everything about a payload. `length` and `offset` in bytes, `offset` from the start of the block or entry."""
 
     kind: Kind
     length: int
@@ -100,9 +100,24 @@ def encode(header: Header, payload: bytes | memoryview) -> bytes:
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Header, int]:
     """Parse and verify 80 bytes; returns the header and the payload's announced XXH3-64."""
-    magic, version, kind, flags, rank, epoch, inc, step, block, update, entry, offset, round_, zero, length, payload_sum = (
-        _BODY.unpack_from(data)
-    )
+    (
+        magic,
+        version,
+        kind,
+        flags,
+        rank,
+        epoch,
+        inc,
+        step,
+        block,
+        update,
+        entry,
+        offset,
+        round_,
+        zero,
+        length,
+        payload_sum,
+    ) = _BODY.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(f"not a checkmate frame: starts with {bytes(magic)!r}")
     if version != VERSION:

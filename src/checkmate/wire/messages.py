@@ -1,8 +1,8 @@
 """Control messages and parts: small typed records in msgpack. Nothing here holds bulk bytes.
 
-Fields of type ``bytes`` named *values* are `checkmate.values` encodings, opaque to the protocol. The conversation that
-these messages form is drawn in ``docs/wire.md``; who may send what, when, is decided by `shadow.daemon` (per connection)
-and `shadow.partition` (per run).
+Fields of type ``bytes`` called *values* are `checkmate.values` encodings, opaque to the protocol. The conversation that
+these messages form is drawn in ``docs/wire.md``; who may send what, when, is decided by `shadow.daemon` (per
+connection) and `shadow.partition` (per run).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Shape = Annotated[list[Count], Meta(max_length=16)]
 Text = Annotated[str, Meta(max_length=65536)]
 
 
-class _Record(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class _Record(Struct, array_like=True, forbid_unknown_fields=True):
     """A part of a message."""
 
 
-class _Message(Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
+class _Message(Struct, tag=True, array_like=True, forbid_unknown_fields=True):
     """A whole message, told from others by its tag, which is the class name."""
 
 
@@ -138,7 +138,7 @@ class Anchor(_Record):
 
 
 class Digest(_Record):
-    """XXH3-64 of bytes ``[offset, offset + nbytes)`` of one entry at the end of the step (key "grad": of update 0's gradient)."""
+    """XXH3-64 of bytes ``[offset, offset + nbytes)`` of an entry as the step ends, or of a gradient (key "grad")."""
 
     block: Count
     key: str
@@ -201,7 +201,18 @@ class Refusal(_Message):
     reason: Text
 
 
-REFUSALS = ("version", "token", "usage", "live", "superseded", "mismatch", "memory", "missing", "busy", "unsupported")
+REFUSALS = (
+    "version",
+    "token",
+    "usage",
+    "live",
+    "superseded",
+    "mismatch",
+    "memory",
+    "missing",
+    "busy",
+    "unsupported",
+)
 
 
 # ---------------------------------------------------------------- control connection: restart, then streaming
@@ -398,9 +409,9 @@ class Done(_Message):
 
 
 Control = (
-    Hello | Challenge | Proof | Welcome | Refusal | Prepare | Prepared | Adopt | Adopted | Join | Joined | Attach | Ack
-    | Stable | Resume | Anchoring | Reanchor | Report | Ping | Pong | Audit | Audited | Lease | Leased | Read | ReadSidecar
-    | Sidecar | GetStatus | Status | Remove | Done
+    Hello | Challenge | Proof | Welcome | Refusal | Prepare | Prepared | Adopt | Adopted | Join | Joined | Attach
+    | Ack | Stable | Resume | Anchoring | Reanchor | Report | Ping | Pong | Audit | Audited
+    | Lease | Leased | Read | ReadSidecar | Sidecar | GetStatus | Status | Remove | Done
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
