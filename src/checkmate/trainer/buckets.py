@@ -49,8 +49,8 @@ class Buckets:
         self.order: list[str] | None = None
         self._hooks: list[RemovableHandle] = []
         self._sample: torch.nn.Parameter | None = None  # stands for all; None where views make no difference
-        self._look = False  # whether the sample's gradient is there when the next backward begins
-        self._cleared = False  # it was there when a step ended, but not any more when the next backward began
+        self._look = False  # if the sample's gradient, there as the step ends, is there in the next backward
+        self._cleared = False  # it was not
 
     def record(self) -> None:
         """Watch the training to come. The hooks for the order go after the first synchronised backward.

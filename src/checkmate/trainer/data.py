@@ -145,10 +145,12 @@ class Batches(Iterator[T]):
         start = values.loads(self._start)
         self._set_epoch()
         self._write_generators(start)
-        if self._keeps_position and position is not None and (self._indexed or not _lacks_dataset(position)):
-            self._loader.load_state_dict(position)  # type: ignore[attr-defined]
-            self._resumed_at = position  # asked before the next batch, some of torchdata's samplers are wrong
-            return iter(self._loader)
+        if self._keeps_position and position is not None:
+            if self._indexed or not _lacks_dataset(position):
+                self._loader.load_state_dict(position)  # type: ignore[attr-defined]
+                self._resumed_at = position  # asked before the next batch, some of torchdata's samplers are wrong
+                return iter(self._loader)
+            self._loader.next_iter_state = None  # type: ignore[attr-defined]  # loaded if it is in `stateful=` too
         iterator = iter(self._loader)
         if self._reuses_workers and self.epoch > 0:
             # That drew a seed for new workers. The epoch began with workers that were there, and drew none.
@@ -232,9 +234,10 @@ class Batches(Iterator[T]):
             _warn("in_order=False: batches come as workers finish them, an order that no resume can repeat")
         if self._keeps_position:
             _warn(
-                f"the state of the {type(self._loader).__name__} lacks the random numbers of its workers: if"
-                " they augment samples at random, they do it otherwise from a resume to the end of its epoch;"
-                " a torch.utils.data.DataLoader is resumed exactly, by loading what is skipped"
+                f"the state of the {type(self._loader).__name__} lacks the random numbers of its workers: samples"
+                " that they augment at random, and in later epochs of persistent_workers the order of a sampler"
+                " that draws from a global generator, differ from a resume to the end of its epoch; a"
+                " torch.utils.data.DataLoader is resumed exactly, by loading what is skipped"
             )
         elif self._reuses_workers:
             _warn(
