@@ -19,6 +19,7 @@ from .. import values
 from ..errors import Unsupported
 from ..tensors import bytes_of, dtype_name, dtype_of
 from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
+from .pieces import Pieces, may_cut
 
 Tensor = torch.Tensor
 
@@ -86,6 +87,7 @@ class State:
         self.allowed = tuple(allowed)
         self.params: list[torch.nn.Parameter | None] = [None] * len(spec.blocks)
         self.optimizers = [make_optimizer(o, values.loads(o.groups), self.allowed) for o in spec.optimizers]
+        self._pieces = [Pieces(optimizer) for optimizer in self.optimizers]
         self.members = [[list(group) for group in o.members] for o in spec.optimizers]
         self.groups = [o.groups for o in spec.optimizers]
         self.sidecars: dict[int, dict[str, bytes]] = {}
@@ -196,20 +198,28 @@ class State:
         hyper = values.loads(update.groups)
         while len(optimizer.param_groups) < len(hyper):
             optimizer.param_groups.append({**hyper[len(optimizer.param_groups)], "params": []})
+        pieces = self._pieces[update.optimizer]
         stepped: list[torch.nn.Parameter] = []
+        cut: list[torch.nn.Parameter] = []
         for group, named, members in zip(optimizer.param_groups, hyper, self.members[update.optimizer], strict=True):
             group.update(named)
             if self.spec.replay == "fast" and "fused" in group:
                 group.update(fused=True, foreach=False)
             present = [(b, p) for b in members if b in blocks and (p := self.params[b]) is not None]
-            group["params"] = [param for _, param in present]
             for block, param in present:
                 param.grad = gradient(number, block)
                 stepped.append(param)
+            group["params"] = [param for _, param in present]
+            if may_cut(optimizer, group):
+                split = {param: pieces.of(param) for param in group["params"]}
+                cut += [param for param, parts in split.items() if parts[0] is not param]
+                group["params"] = [piece for parts in split.values() for piece in parts]
         if update.scaling:
             optimizer.grad_scale, optimizer.found_inf = values.loads(update.scaling)  # type: ignore[attr-defined]
         try:
             optimizer.step()
+            for param in cut:
+                pieces.collect(param)
         finally:
             for param in stepped:
                 param.grad = None
