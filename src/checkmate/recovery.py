@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from . import values
-from .errors import ProtocolError, Refused, Unreachable
+from .errors import ProtocolError, Unreachable
 from .tensors import bytes_of, dtype_of
-from .transport.base import Channel, call, greet
+from .transport.base import Channel, call, greet, refused
 from .transport.tcp import Address, connect, parse_address
+from .wire import messages
 from .wire.frames import Header, Kind, into_new_memory
 from .wire.messages import Entry, Lease, Leased, Read, ReadSidecar, Sidecar
 
@@ -39,8 +41,9 @@ def open_channel(address: Address, role: str, token: bytes | None, timeout_s: fl
     while True:
         left = deadline - time.monotonic()
         try:
-            channel = connect(address, max(0.1, min(left, 5.0)))
-            greet(channel, role, token)
+            patience = max(0.1, min(left, 5.0))
+            channel = connect(address, patience)
+            greet(channel, role, token, patience)
             return channel
         except OSError as error:
             if time.monotonic() + 0.2 > deadline:
@@ -88,7 +91,10 @@ class Reader:
                 if frame is None:
                     raise ConnectionResetError("closed in the middle of a read")
                 if frame.header.kind is Kind.CONTROL:
-                    raise Refused(f"the shadow ended the read: {bytes(frame.payload)!r}")
+                    answer = messages.decode(frame.payload)
+                    if isinstance(answer, messages.Refusal):
+                        raise refused(answer)
+                    raise ProtocolError(f"{type(answer).__name__} in answer to Read")
         except OSError as error:
             raise Unreachable(f"reading step {self.leased.step} from {self._channel.peer}: {error}") from error
         finally:
@@ -110,6 +116,16 @@ class Reader:
             found.append([{**group, "params": members} for group, members in zip(groups, names, strict=True)])
         return found
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by FQN, as the first rank had them (which DDP gives to all)."""
+        ranks = sorted(self.leased.sidecars)
+        entries = self.sidecar(ranks[0]) if ranks else {}
+        return {
+            name.removeprefix("buffer:"): values.loads(data)
+            for name, data in entries.items()
+            if name.startswith("buffer:")
+        }
+
     def close(self) -> None:
         self._channel.close()
 
@@ -124,13 +140,13 @@ class _Progress:
     """Leads the STATE frames of one read to their places, and takes no other."""
 
     def __init__(self, items: list[Item]) -> None:
-        self._items = items
+        self._items = deque(items)
         self._at = 0
         self.left = sum(len(item[3]) for item in items)
 
-    def sink(self, header: Header) -> memoryview:
+    def sink(self, header: Header) -> memoryview | None:
         if header.kind is Kind.CONTROL:
-            return memoryview(bytearray(min(header.length, 65536)))
+            return into_new_memory()(header)
         block, entry, offset, memory = self._items[0] if self._items else (-1, -1, -1, memoryview(b""))
         at = header.offset - offset
         ours = (header.kind, header.block, header.entry) == (Kind.STATE, block, entry)
@@ -139,7 +155,7 @@ class _Progress:
         self._at += header.length
         self.left -= header.length
         if self._at == len(memory):
-            self._items = self._items[1:]
+            self._items.popleft()
             self._at = 0
         return memory[at : at + header.length]
 
@@ -209,7 +225,11 @@ class ShadowReader(StorageReader):
         for key, leaf in flat.items():
             if isinstance(leaf, _Leaf):
                 self._where[key] = (leaf.block, leaf.entry)
-                tensors[key] = leaf.metadata(reader)
+                entry = reader.leased.held[leaf.block].entries[leaf.entry]
+                tensors[key] = _metadata(dtype_of(entry.dtype), entry.sizes)
+            elif isinstance(leaf, torch.Tensor):
+                self._values[key] = leaf
+                tensors[key] = _metadata(leaf.dtype, leaf.shape)
             else:
                 self._values[key] = leaf
                 tensors[key] = BytesStorageMetadata()
@@ -227,6 +247,7 @@ class ShadowReader(StorageReader):
             if entries:
                 state[held.block.fqn] = entries
         model.update({alias: model[fqn] for alias, fqn in reader.leased.aliases.items()})
+        model.update(reader.buffers())
         groups = [group for optimizer in reader.groups() for group in optimizer]
         return {
             "model": model,
@@ -256,7 +277,11 @@ class ShadowReader(StorageReader):
                 planner.load_bytes(request, buffer)
                 continue
             target = planner.resolve_tensor(request).detach()
-            items += self._items(request, target, indirect)
+            if (known := self._values.get(request.storage_index.fqn)) is not None:
+                box = [slice(o, o + n) for o, n in zip(request.storage_offsets, request.lengths, strict=True)]
+                target.copy_(known[tuple(box)])
+            else:
+                items += self._items(request, target, indirect)
             planner.commit_tensor(request, target)
         self.reader.read(items)
         for target, plain in indirect:
@@ -319,8 +344,9 @@ class _Leaf:
     def __init__(self, block: int, entry: int) -> None:
         self.block, self.entry = block, entry
 
-    def metadata(self, reader: Reader) -> TensorStorageMetadata:
-        held = reader.leased.held[self.block]
-        entry = held.entries[self.entry]
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(entry.sizes)), torch.Size(entry.sizes))
-        return TensorStorageMetadata(TensorProperties(dtype=dtype_of(entry.dtype)), torch.Size(entry.sizes), [chunk])
+
+def _metadata(dtype: torch.dtype, sizes: Sequence[int]) -> TensorStorageMetadata:
+    size = torch.Size(sizes)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+    )

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..errors import CheckmateError, UsageError
-from . import shadow, status
+from . import bench, export, rm, shadow, status
 from .demo import demo
 
 app = typer.Typer(
@@ -20,7 +20,10 @@ app = typer.Typer(
 )
 app.command()(shadow.shadow)
 app.command()(status.status)
+app.command()(export.export)
+app.command()(rm.rm)
 app.command()(demo)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
