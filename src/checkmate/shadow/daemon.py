@@ -18,7 +18,7 @@ from ..errors import CheckmateError, ProtocolError, StepNotFound, Unsupported
 from ..tensors import bytes_of
 from ..transport.base import Channel, Stream
 from ..transport.tcp import tune
-from ..wire.auth import ServerGreeting
+from ..wire.auth import GREETING_S, ServerGreeting
 from ..wire.frames import MAX_BULK_BYTES, MAX_GREETING_BYTES, Header, Kind
 from ..wire.messages import (
     Adopt,
@@ -43,7 +43,6 @@ from .run import Limits, Member, NotTaken, Run
 
 log = logging.getLogger("checkmate.shadow")
 
-GREETING_S = 10.0
 _NAME_LIMIT = 200
 
 
@@ -133,16 +132,16 @@ class Daemon:
 
     def _greet(self, channel: Channel) -> str:
         channel.limit_messages(MAX_GREETING_BYTES)
-        channel.stream.settimeout(GREETING_S)
         greeting = ServerGreeting(self._token, release())
-        while not greeting.done:
-            if (message := channel.message()) is None:
-                return ""
-            reply = greeting.answer(message)
-            channel.send(reply)
-            if isinstance(reply, Refusal):
-                log.warning("refused %s: %s", channel.peer, reply.reason)
-                return ""
+        with channel.within(GREETING_S):
+            while not greeting.done:
+                if (message := channel.message()) is None:
+                    return ""
+                reply = greeting.answer(message)
+                channel.send(reply)
+                if isinstance(reply, Refusal):
+                    log.warning("refused %s: %s", channel.peer, reply.reason)
+                    return ""
         channel.limit_messages()
         channel.stream.settimeout(None)
         return greeting.role
@@ -200,10 +199,10 @@ class Daemon:
         scratch = memoryview(bytearray(MAX_BULK_BYTES))
         drained = False
 
-        def sink(header: Header) -> memoryview:
+        def sink(header: Header) -> memoryview | None:
             nonlocal drained
             target = run.place(header, message, channel, scratch)
-            drained = target.obj is scratch.obj
+            drained = target is not None and target.obj is scratch.obj
             return target
 
         channel.use_sink(sink)

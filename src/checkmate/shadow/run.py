@@ -363,8 +363,11 @@ class Run:
                 del self._data[rank]
             self.changed.notify_all()
 
-    def place(self, header: Header, message: Attach, channel: Channel, scratch: memoryview) -> memoryview:
-        """Where the payload of this frame belongs. Blocks while the ring is full: TCP then holds the sender."""
+    def place(self, header: Header, message: Attach, channel: Channel, scratch: memoryview) -> memoryview | None:
+        """Where the payload of this frame belongs; None: in new memory.
+
+        Blocks while the ring is full: then TCP holds the worker's sender.
+        """
         if header.incarnation != message.incarnation.id or header.rank != message.rank:
             raise ProtocolError(f"{header}: of another attempt or rank than its connection")
         with self.changed:
@@ -375,7 +378,7 @@ class Run:
                     break
                 self.changed.wait(1.0)
             if header.kind is Kind.PART:
-                return memoryview(bytearray(header.length))
+                return None
             if verdict is Verdict.DRAIN:
                 return scratch[: header.length]
             return self._buffer(partition, header)[header.offset : header.offset + header.length]
@@ -401,6 +404,7 @@ class Run:
             self.partition is None
             or self.incarnation != message.incarnation
             or self._data.get(message.rank) is not channel
+            or channel.closed
         ):
             raise Superseded(f"rank {message.rank} of attempt {message.incarnation} is fenced")
         return self.partition

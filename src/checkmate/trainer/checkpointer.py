@@ -22,7 +22,7 @@ from ..wire.messages import Audit, Incarnation
 from . import rng
 from .buckets import Buckets
 from .data import Batches
-from .installing import install
+from .installing import install, keep_gradients
 from .link import Link
 from .model import Shadowed, describe, unwrap
 from .recorder import Recorder
@@ -181,6 +181,7 @@ class Checkpointer:
         finally:
             reader.close()
         self._restore_buckets(agreed)
+        keep_gradients(self._shadowed, self._held.get("grads", []))
         rng.install(self._held["rng"]) if "rng" in self._held else None
 
     def _restore_buckets(self, agreed: Agreed) -> None:
@@ -206,6 +207,8 @@ class Checkpointer:
             self._buckets.record()
             if self.rank == 0:
                 self._sidecars.extra["buckets"] = self._buckets.state
+        if self.rank == 0:
+            self._sidecars.extra["grads"] = self._recorder.kept_names
         self._recorder.begin_epoch(agreed.epoch)
         self._link = self._recorder.link = Link(
             self._address, self._run, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,

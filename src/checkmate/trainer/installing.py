@@ -16,7 +16,7 @@ from .. import values
 from ..errors import CheckmateError, Unreachable
 from ..recovery import Reader, ShadowReader, empty
 from .model import Shadowed
-from .sidecar import Sidecars
+from .sidecar import SHARED, Sidecars
 
 
 def install(shadowed: Shadowed, sidecars: Sidecars, source: ShadowReader, rank: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def install(shadowed: Shadowed, sidecars: Sidecars, source: ShadowReader, rank: 
     if ranks:
         shared = own if rank == ranks[0] else reader.sidecar(ranks[0])
         own = {
-            **{k: v for k, v in shared.items() if k == "buckets" or k.startswith("buffer:") or rank not in ranks},
+            **{k: v for k, v in shared.items() if k in SHARED or k.startswith("buffer:") or rank not in ranks},
             **own,
         }
     return sidecars.restore(own)
@@ -79,6 +79,14 @@ def _causes(error: BaseException) -> list[BaseException]:
         error = error.__cause__
         found.append(error)
     return found
+
+
+def keep_gradients(shadowed: Shadowed, names: list[str]) -> None:
+    """Give these parameters a zero gradient: the run zeroes gradients in place, so a step without one uses zeros."""
+    wanted = set(names)
+    for block, param in zip(shadowed.spec.blocks, shadowed.params, strict=True):
+        if block.fqn in wanted and param.grad is None:
+            param.grad = torch.zeros_like(param)
 
 
 def _install_groups(

@@ -238,7 +238,7 @@ class Link:
 
     def _open(self, role: str) -> Channel:
         channel = connect(self.address, CONNECT_S)
-        greet(channel, role, self.token)
+        greet(channel, role, self.token, CONNECT_S)
         return channel
 
     def _connect(self) -> None:

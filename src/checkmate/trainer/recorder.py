@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,10 @@ class Recorder:
         self.watch = Watch(shadowed.params, [shadowed.optimizers[i] if i >= 0 else None for i in self._optimizer_of])
         self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
         self._checked_gradients = False
+        #: Blocks whose gradient tensor outlived an update: ``zero_grad(set_to_none=False)``. An optimizer steps on a
+        #: zero gradient, and skips None.
+        self.kept: set[int] = set()
+        self._last_grads: dict[int, weakref.ref[torch.Tensor]] = {}
         self._begin()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -132,10 +137,26 @@ class Recorder:
             update = Update(index, with_grad, agreement)
         number = len(self._updates)
         self._updates.append(update)
+        self._note_kept(with_grad)
         if self.layout.world_size > 1:
             self._digest_gradients(number, with_grad, grads, step)
         if not self.gap:
             self._stage(number, step, with_grad, grads)
+
+    def _note_kept(self, with_grad: list[int]) -> None:
+        """Which gradients are zeroed in place: a new process must find zeros there, not None (see `kept`)."""
+        for block in with_grad:
+            grad = self.shadowed.params[block].grad
+            last = self._last_grads.get(block)
+            if last is not None and last() is grad:
+                self.kept.add(block)
+            else:
+                self.kept.discard(block)
+                self._last_grads[block] = weakref.ref(grad)  # type: ignore[arg-type]
+
+    def kept_names(self) -> list[str]:
+        """FQNs of the parameters whose gradient lives on from one update to the next."""
+        return [self._fqn(block) for block in sorted(self.kept)]
 
     def _members(self, optimizer: torch.optim.Optimizer, index: int) -> list[list[int]]:
         members = self.shadowed.members(optimizer)

@@ -1,7 +1,8 @@
 """Sidecars: what belongs to a step and is not a gradient, taken by value as the step is closed.
 
-Entries are named: ``rng``, ``buffer:<fqn>``, ``stateful:<name>``, ``batches:<n>``, ``buckets``. Only those that changed
-are sent. What every rank has alike is sent by rank 0 alone: buffers that DDP broadcasts anyway, and the bucket order.
+Entries are named: ``rng``, ``buffer:<fqn>``, ``stateful:<name>``, ``batches:<n>``, ``buckets``, ``grads``. Only those
+that changed are sent. What every rank has alike is sent by rank 0 alone: buffers that DDP broadcasts anyway, the order
+of its buckets, and which gradients are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from . import rng
 
 log = logging.getLogger("checkmate")
 
+#: Entries that rank 0 sends for all, besides buffers.
+SHARED = frozenset(("buckets", "grads"))
 SLOW_S, LARGE_BYTES = 1e-3, 1 << 20
 
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from socket import MSG_DONTWAIT, SHUT_RDWR
 from typing import Any, Protocol
@@ -15,16 +16,18 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from ..errors import ProtocolError, Refused, Superseded, Unreachable
 from ..wire import messages
-from ..wire.auth import ClientGreeting
+from ..wire.auth import GREETING_S, ClientGreeting
 from ..wire.frames import (
+    MAX_GREETING_BYTES,
     MAX_MESSAGE_BYTES,
     Frame,
     FrameReceiver,
     Header,
     Kind,
+    Sink,
     encode_header,
     into_new_memory,
-)
+)  # fmt: skip
 
 Buffer = bytes | bytearray | memoryview
 #: Buffers handed to one ``sendmsg``: far below IOV_MAX, enough to make small frames cheap.
@@ -48,9 +51,11 @@ class Channel:
         self.stream = stream
         self.peer = peer
         self.bytes_received = self.bytes_sent = 0
+        self.closed = False  #: by this side
+        self._deadline: float | None = None
         self._receiver = FrameReceiver(into_new_memory())
 
-    def use_sink(self, sink: Callable[[Header], memoryview]) -> None:
+    def use_sink(self, sink: Sink) -> None:
         """From the next frame on, ask `sink` where payloads belong."""
         self._receiver.sink = sink
 
@@ -58,11 +63,25 @@ class Channel:
         """From the next frame on, take payloads up to this length, each into new memory."""
         self._receiver.sink = into_new_memory(limit_bytes)
 
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """Inside, receiving ends after so many seconds in all, however bytes trickle in; sending, each wait does."""
+        self.stream.settimeout(timeout_s)
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            self._deadline = None
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self.stream.settimeout(timeout_s)
+
     # ------------------------------------------------------------ receiving
 
     def receive(self) -> Frame | None:
         """The next frame; None at the end of the stream. Raises ProtocolError, OSError; after TimeoutError go on."""
         while True:
+            if self._deadline is not None:
+                self._wait_no_longer_than(self._deadline)
             count = self.stream.recv_into(self._receiver.buffer())
             if count == 0:
                 if self._receiver.mid_frame:
@@ -71,6 +90,11 @@ class Channel:
             self.bytes_received += count
             if (frame := self._receiver.advance(count)) is not None:
                 return frame
+
+    def _wait_no_longer_than(self, deadline: float) -> None:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        self.stream.settimeout(left)
 
     def message(self) -> messages.Control | None:
         """The next control message; None at the end of the stream."""
@@ -88,14 +112,20 @@ class Channel:
         self.send_frames([(Header(Kind.CONTROL, len(payload)), payload)])
 
     def send_nowait(self, message: messages.Control) -> None:
-        """Send a small message or fail: OSError if the peer has not read its last few hundred."""
+        """Send a small message or fail: OSError if the peer has not read its last few hundred. Then close the channel.
+
+        On a stream with a timeout that failure may take as long as the timeout.
+        """
         payload = messages.encode(message)
         data = encode_header(Header(Kind.CONTROL, len(payload)), xxh3(payload)) + payload
         if self.stream.sendmsg([data], (), MSG_DONTWAIT) < len(data):
             raise BlockingIOError(f"{self.peer} does not read its control messages")
 
     def send_frames(self, frames: Iterable[tuple[Header, Buffer]]) -> None:
-        """Send frames without copying their payloads. Returns when the kernel has them, which is not delivery."""
+        """Send frames without copying their payloads. Returns when the kernel has them, which is not delivery.
+
+        Once this has raised, a frame may have left in part: close the channel.
+        """
         pending = iter(frames)
         while batch := list(islice(pending, _BATCH // 2)):
             buffers: list[Buffer] = []
@@ -118,21 +148,32 @@ class Channel:
 
     def close(self) -> None:
         """Close both directions, and wake whoever is blocked in either."""
+        self.closed = True
         with contextlib.suppress(OSError):  # already gone
             self.stream.shutdown(SHUT_RDWR)
         self.stream.close()
 
 
-def greet(channel: Channel, role: str, token: bytes | None) -> None:
-    """Client side of the greeting. Raises Refused, ProtocolError or OSError; the channel is ready when it returns."""
+def greet(channel: Channel, role: str, token: bytes | None, timeout_s: float = GREETING_S) -> None:
+    """Client side of the greeting. The channel is ready when it returns, and closed when it raises.
+
+    Raises Refused, ProtocolError, or OSError: TimeoutError when it has not come to an end within `timeout_s`.
+    """
     greeting = ClientGreeting(role, token)
-    channel.send(greeting.hello)
-    while not greeting.done:
-        message = channel.message()
-        if message is None:
-            raise ConnectionResetError(f"{channel.peer} closed the connection during the greeting")
-        if (reply := greeting.answer(message)) is not None:
-            channel.send(reply)
+    channel.limit_messages(MAX_GREETING_BYTES)
+    try:
+        with channel.within(timeout_s):
+            channel.send(greeting.hello)
+            while not greeting.done:
+                message = channel.message()
+                if message is None:
+                    raise ConnectionResetError(f"{channel.peer} closed the connection during the greeting")
+                if (reply := greeting.answer(message)) is not None:
+                    channel.send(reply)
+    except BaseException:
+        channel.close()
+        raise
+    channel.limit_messages()
 
 
 def refused(message: messages.Refusal) -> Refused:
@@ -141,12 +182,12 @@ def refused(message: messages.Refusal) -> Refused:
 
 def call(channel: Channel, request: messages.Control, timeout_s: float) -> messages.Control:
     """Send one message, return the answer. Raises Refused, Unreachable or OSError."""
-    channel.stream.settimeout(timeout_s)
-    channel.send(request)
     try:
-        message = channel.message()
+        with channel.within(timeout_s):
+            channel.send(request)
+            message = channel.message()
     except TimeoutError:
-        raise Unreachable(f"{channel.peer} did not answer {type(request).__name__} within {timeout_s:.0f} s") from None
+        raise Unreachable(f"{channel.peer} did not answer {type(request).__name__} within {timeout_s:g} s") from None
     if message is None:
         raise ConnectionResetError(f"{channel.peer} closed the connection")
     if isinstance(message, messages.Refusal):

@@ -20,6 +20,8 @@ from .messages import Challenge, Control, Hello, Proof, Refusal, Welcome
 
 ROLES = ("control", "data", "reader", "admin")
 CAPABILITIES: list[str] = []
+#: Either side gives the other so long for all of it.
+GREETING_S = 10.0
 
 
 def _proof(token: bytes | None, side: bytes, hello: Hello, version: int, server_nonce: bytes) -> bytes:

@@ -6,6 +6,7 @@ without a copy: the *sink*, asked once per header, names that place.
 
     header  --sink-->  memoryview of the payload's final place  --checksum-->  Frame
 
+A sink that answers None leaves the payload to the receiver, whose memory for it grows with the bytes that arrive.
 A header or payload whose checksum fails raises `ProtocolError`; the caller closes the connection. Bytes written for
 a payload that failed were never reported as arrived, so they change no state.
 """
@@ -33,6 +34,8 @@ MAX_BULK_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 64 << 20
 #: Longest message before the peer has been accepted.
 MAX_GREETING_BYTES = 4096
+#: Memory for a message before any of it has come. It doubles as bytes arrive: a header alone is no reason for 64 MiB.
+FIRST_BYTES = 64 << 10
 
 
 class Kind(IntEnum):
@@ -137,21 +140,23 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Header, int]:
     return header, payload_sum
 
 
-def into_new_memory(limit_bytes: int = MAX_MESSAGE_BYTES) -> Callable[[Header], memoryview]:
-    """A sink that puts each payload into fresh memory, up to a limit."""
+Sink = Callable[[Header], memoryview | None]
 
-    def sink(header: Header) -> memoryview:
+
+def into_new_memory(limit_bytes: int = MAX_MESSAGE_BYTES) -> Sink:
+    """A sink that has each payload put into new memory, up to a limit."""
+
+    def sink(header: Header) -> None:
         if header.length > limit_bytes:
             raise ProtocolError(f"{header}: longer than the {limit_bytes} bytes allowed here")
-        return memoryview(bytearray(header.length))
 
     return sink
 
 
 class FrameReceiver:
-    """One direction of one connection. Not thread-safe; holds one header and no payload of its own."""
+    """One direction of one connection. Not thread-safe; of no use any more once it has raised ProtocolError."""
 
-    def __init__(self, sink: Callable[[Header], memoryview]) -> None:
+    def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self._head = bytearray(HEADER_BYTES)
         self._expect_header()
@@ -177,15 +182,29 @@ class FrameReceiver:
             return None
         if self._header is None:
             self._header, self._sum = decode_header(self._head)
-            self._target, self._filled = self.sink(self._header), 0
-            assert len(self._target) == self._header.length
-            if self._header.length:
-                return None
+            self._target, self._filled = self._place(self._header), 0
+        elif self._filled < self._header.length:
+            self._target = self._twice(self._header.length)
+        if self._filled < self._header.length:
+            return None
         frame = Frame(self._header, self._target)
         if xxh3(frame.payload) != self._sum:
             raise ProtocolError(f"{frame.header}: payload checksum mismatch")
         self._expect_header()
         return frame
+
+    def _place(self, header: Header) -> memoryview:
+        target = self.sink(header)
+        if target is None:
+            return memoryview(bytearray(min(header.length, FIRST_BYTES)))
+        assert len(target) == header.length
+        return target
+
+    def _twice(self, length: int) -> memoryview:
+        """More memory for a payload whose claim is beginning to come true."""
+        target = memoryview(bytearray(min(length, 2 * self._filled)))
+        target[: self._filled] = self._target
+        return target
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
         """Convenience for tests and small messages: take `data` whole, return the frames that it completes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 
 class RangeSet:
@@ -38,7 +39,7 @@ class RangeSet:
         i = bisect_right(self._starts, start) - 1
         return start >= stop or (i >= 0 and self._stops[i] >= stop)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
     def __repr__(self) -> str:
