@@ -11,8 +11,10 @@ many pieces of equal length as the set has ranks. So a rank's slices are whole b
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from .errors import ProtocolError
 from .wire.messages import Block, Spec
@@ -46,13 +48,13 @@ class Layout:
         self._of_block: list[list[Slice]] = [[] for _ in self.blocks]
         self.owners: list[int] = [-1] * len(self.blocks)  #: per block, the rank that anchors it
         load = [0] * spec.world_size
-        for number, ranks in enumerate(self.replica_sets):
-            members = [i for i, block in enumerate(self.blocks) if block.replicas == number]
+        members: list[list[int]] = [[] for _ in self.replica_sets]
+        for i, block in enumerate(self.blocks):
+            members[block.replicas].append(i)
+        for ranks, of_set in zip(self.replica_sets, members, strict=True):
             for trainable in (True, False):
-                self._cut([i for i in members if self.blocks[i].trainable is trainable], ranks)
-            for i in sorted(members, key=lambda i: (-self.blocks[i].nbytes, i)):
-                self.owners[i] = min(ranks, key=lambda rank: (load[rank], rank))
-                load[self.owners[i]] += self.blocks[i].nbytes
+                self._cut([i for i in of_set if self.blocks[i].trainable is trainable], ranks)
+            self._give(of_set, ranks, load)
         #: Ranks whose parts carry what is the same on every rank: the first of each replica set.
         self.leads = frozenset(ranks[0] for ranks in self.replica_sets) or frozenset((0,))
 
@@ -86,13 +88,25 @@ class Layout:
             def inside(cut: int, start: int = start, nbytes: int = nbytes) -> int:
                 return nbytes if cut >= start + nbytes else max(0, cut - start) // CUT_BYTES * CUT_BYTES
 
-            for k, rank in enumerate(ranks):
+            k = bisect_right(cuts, start) - 1  # the first rank whose piece of the row goes on after `start`
+            while k < len(ranks) and cuts[k] < start + nbytes:
                 first, last = inside(cuts[k]), inside(cuts[k + 1])
                 if first < last:
-                    piece = Slice(i, rank, first, last - first)
-                    self.slices[rank][i] = piece
+                    piece = Slice(i, ranks[k], first, last - first)
+                    self.slices[ranks[k]][i] = piece
                     self._of_block[i].append(piece)
+                k += 1
             start += nbytes
+
+    def _give(self, members: list[int], ranks: tuple[int, ...], load: list[int]) -> None:
+        """Give each block, the largest first, to the rank that anchors fewest bytes so far, the lowest of several."""
+        queue = [(load[rank], rank) for rank in ranks]
+        heapify(queue)
+        for i in sorted(members, key=lambda i: (-self.blocks[i].nbytes, i)):
+            owner = queue[0][1]
+            self.owners[i] = owner
+            load[owner] += self.blocks[i].nbytes
+            heapreplace(queue, (load[owner], owner))
 
     def of_block(self, block: int) -> list[Slice]:
         """All slices of a block, ascending; together they are the block, each byte once."""

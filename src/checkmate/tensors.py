@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .errors import Mismatch
+from .wire.messages import Fingerprint
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -28,3 +31,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in row-major order, on the host: its own memory where that already is so, else a copy."""
     return bytes_of(tensor.detach().cpu().contiguous())
+
+
+def fingerprint(params: Iterable[torch.Tensor] = ()) -> Fingerprint:
+    """The numerics of the calling thread, and where the parameters live."""
+    denormal = torch.full((1,), 1e-40) * 1.0
+    device = next((p.device.type for p in params if p.device.type != "cpu"), "cpu")
+    return Fingerprint(
+        str(torch.__version__),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        denormal.item() == 0.0,
+        device,
+    )

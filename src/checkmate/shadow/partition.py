@@ -295,10 +295,6 @@ class Partition:
             step = self.received + 1
             if slot.arrived_bytes < slot.expected_bytes:
                 break
-            if slot.arrived_bytes > slot.expected_bytes:
-                raise ProtocolError(
-                    f"step {step} came with {slot.arrived_bytes} bytes, its parts list {slot.expected_bytes}"
-                )
             if (trouble := self._disagreement(step, slot)) is not None:
                 effects.append(trouble)
                 if trouble.fatal:
@@ -313,6 +309,9 @@ class Partition:
 
     def _disagreement(self, step: int, slot: Slot) -> Tell | None:
         """Do the ranks of each replica set tell the same story of this step?"""
+        if slot.arrived_bytes > slot.expected_bytes:
+            text = f"step {step} came with {slot.arrived_bytes} bytes, and its parts list {slot.expected_bytes}"
+            return Tell("replicas", text, step, fatal=True)
         first = slot.parts[0]
         for rank in self._ranks[1:]:
             mine = [(u.optimizer, tuple(u.blocks)) for u in slot.parts[rank].updates]

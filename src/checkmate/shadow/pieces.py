@@ -37,9 +37,14 @@ class Pieces:
         self._cut: dict[torch.nn.Parameter, tuple[list[int], list[torch.nn.Parameter]]] = {}
 
     def of(self, param: torch.nn.Parameter) -> list[torch.nn.Parameter]:
-        """What to step instead of `param`, with gradients set; `param` itself where it is small or has no state yet."""
+        """What to step instead of `param`, with gradients set; `param` itself where it is not to be cut."""
         state = self._optimizer.state.get(param)
-        if param.numel() < 2 * PIECE or param.dtype not in DTYPES or not state or any(v is None for v in state.values()):
+        if (
+            param.numel() < 2 * PIECE
+            or param.dtype not in DTYPES
+            or not state
+            or any(v is None for v in state.values())
+        ):
             return [param]  # small, or of a kind that rounds by position, or with state that this step will create
         assert param.grad is not None
         where = [param.data_ptr(), *(value.data_ptr() for value in state.values() if torch.is_tensor(value))]

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckmateError, ProtocolError, Refused, StepNotFound, Superseded
 from ..layout import Layout
-from ..tensors import bytes_of, dtype_of
+from ..tensors import bytes_of, dtype_of, fingerprint
 from ..transport.base import Channel
 from ..wire.frames import Frame, Header, Kind
 from ..wire.messages import (
@@ -133,6 +133,7 @@ class Run:
         self._queue: deque[Apply | Freeze | None] = deque()
         self._between_steps = threading.Lock()  #: held by the replayer while `state` changes
         self._idle = True
+        self._draining = False
         self._replayer = threading.Thread(target=self._replay, name=f"replay {name}", daemon=True)
         self._replayer.start()
 
@@ -181,12 +182,14 @@ class Run:
 
     def _drain(self) -> None:
         """Dead workers' kernels still deliver: wait for their connections to end, then for the replayer."""
-        deadline = time.monotonic() + DRAIN_S
-        self.changed.wait_for(lambda: not self._data, max(0.0, deadline - time.monotonic()))
+        self._draining = True
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: not self._data, DRAIN_S)
         for channel in self._data.values():
             channel.close()
         self.changed.wait_for(lambda: not self._data, DRAIN_S)
         self.changed.wait_for(lambda: self._idle and not self._queue)
+        self._draining = False
 
     def _fence(self) -> None:
         """Nothing of an older attempt counts from here on; what was not whole is gone, what was whole stays."""
@@ -224,7 +227,7 @@ class Run:
                 self.state.respec(message.spec)
                 self._begin(message.spec, Phase.STREAMING, message.step)
             self.holder = message.incarnation
-            return Adopted(self.epoch, self.life)
+            return Adopted(self.epoch, self.life, fingerprint())
 
     def _begin(self, spec: Spec, phase: Phase, base: int, epoch: int = 0) -> None:
         self.epoch = max(self.epoch + 1, epoch)
@@ -376,6 +379,8 @@ class Run:
                 verdict = partition.begin(header)
                 if verdict is not Verdict.WAIT:
                     break
+                if self._draining and self._idle and not self._queue:
+                    raise Superseded(f"{header} waits for a step that cannot come any more")
                 self.changed.wait(1.0)
             if header.kind is Kind.PART:
                 return None

@@ -6,19 +6,20 @@ import atexit
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ReplicasDiffer, Unreachable, UsageError
+from ..errors import CheckmateError, ReplicasDiffer, Unreachable, UsageError
 from ..layout import Layout
 from ..recovery import ShadowReader
 from ..shadow.daemon import check_run_name
 from ..transport.tcp import Address, parse_address
-from ..wire.messages import Audit, Incarnation
+from ..wire.messages import Audit, Fingerprint, Incarnation
 from . import rng
 from .buckets import Buckets
 from .data import Batches
@@ -29,12 +30,14 @@ from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, rank_and_world, together
 from .sidecar import Sidecars, Stateful, check_stateful
 from .staging import Pool, aligned
-from .tap import Tap
+from .tap import Tap, check_untapped
 
 log = logging.getLogger("checkmate")
 
 #: Staging memory by default: this much, or four times what a step sends, whichever is more.
 STAGING_BYTES = 256 << 20
+#: So many reports of one kind are shown; the rest are counted.
+REPORTS = 5
 #: A recovery point that is older than this many steps is worth a warning.
 LAG_STEPS = 2
 
@@ -85,6 +88,7 @@ def attach(
     address = parse_address(shadow)
     optimizers = unwrap(optimizer)
     objects = check_stateful(stateful)
+    check_untapped(optimizers)
     shadowed = together(lambda: describe(model, optimizers, replay))
     secret = token.encode() if isinstance(token, str) else token
     return Checkpointer(
@@ -116,20 +120,20 @@ class Checkpointer:
         if ddp is not None:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
         self._taps = [
-            Tap(o, lambda i=i: self._before(i), lambda i=i: self._recorder.after(i))  # type: ignore[misc]
+            Tap(o, lambda i=i: self._before(i), lambda i=i: self._after(i))  # type: ignore[misc]
             for i, o in enumerate(shadowed.optimizers)
         ]
         self._link: Link | None = None
-        self._step = 0
+        self._step = self._first_step = 0
         self._restored = False
         self._trained = False
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
         self._drift: list[str] = []
+        self._shadow_numerics: Fingerprint | None = None
         self._merged = 0
-        self._gaps = 0
-        self._differences = 0
+        self._reports: Counter[str] = Counter()  #: by kind
         self._told = False  #: the user knows that the recovery point is old
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -160,15 +164,15 @@ class Checkpointer:
         meeting = Rendezvous(self._address, self._run, self._shadowed.spec, self._token, deadline)
         try:
             agreed = from_rank_zero(lambda: meeting.agree(attempt(), step, self._fresh))
-        except Unreachable as error:
-            if not missing_ok:
-                raise
-            log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
-            return self._begin(Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id)), None, 0, 0), None)
-        try:
             if agreed.step is not None:
                 together(lambda: self._load(agreed, deadline))
-            self._begin(agreed, deadline)
+            self._begin(agreed)
+            together(lambda: self._await_first(deadline))
+        except Unreachable as error:
+            if not missing_ok or self._restored:
+                raise
+            log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
+            self._begin(Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id))))
         finally:
             meeting.close()
         return self._step
@@ -199,9 +203,10 @@ class Checkpointer:
                     why,
                 )
 
-    def _begin(self, agreed: Agreed, deadline: float | None) -> int:
+    def _begin(self, agreed: Agreed) -> None:
         """Connect, and make what this process holds now the state that the shadow goes on from."""
-        self._step = agreed.step or 0
+        self._step = self._first_step = agreed.step or 0
+        self._shadow_numerics = agreed.shadow
         self._restored = True
         if self._buckets is not None:
             self._buckets.record()
@@ -216,11 +221,8 @@ class Checkpointer:
         )  # fmt: skip
         if agreed.step is not None:
             self._recorder.all_anchored()
-        elif deadline is not None:
+        elif agreed.epoch:
             self._recorder.close_first(0)
-        if deadline is not None:
-            together(lambda: self._await_first(deadline))
-        return self._step
 
     def _await_first(self, deadline: float) -> None:
         link = self._link
@@ -256,9 +258,25 @@ class Checkpointer:
         if self._closed:
             return
         if self._restored:
-            self._recorder.before(index, self._step + 1)
+            self._guarded(lambda: self._recorder.before(index, self._step + 1))
         elif any(float(group["lr"]) != 0.0 for group in self._shadowed.optimizers[index].param_groups):
             self._trained = True  # torch's own fake step, which leaves parameters alone, has lr 0
+
+    def _after(self, index: int) -> None:
+        if not self._closed:
+            self._guarded(lambda: self._recorder.after(index))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do our part of a training step. After the first step, whatever goes wrong with it is ours to bear."""
+        if self._link is not None and self._link.fatal is not None:
+            return
+        try:
+            work()
+        except Exception as error:
+            if self._link is None or self._step == self._first_step:
+                raise  # a model that cannot be shadowed is refused here
+            log.exception("checkmate: training goes on unprotected")
+            self._link.give_up(error if isinstance(error, CheckmateError) else CheckmateError(repr(error)))
 
     def step(self) -> None:
         """Close the step: everything since the last call belongs to it. Once per iteration, on every rank.
@@ -284,11 +302,9 @@ class Checkpointer:
         for index, tap in enumerate(self._taps):
             if not tap.move_last():
                 recorder.distrust(index)
+        self._guarded(lambda: recorder.close(self._step + 1))
         self._step += 1
         link.step = self._step
-        had_gap = recorder.gap
-        recorder.close(self._step)
-        self._gaps += recorder.gap and not had_gap
         self._take_up_epoch(link)
         self._tell(link)
         if self._block_s:
@@ -358,9 +374,10 @@ class Checkpointer:
         """One warning when the recovery point falls behind, one line when it is up again; reports as they come."""
         while link.reports:
             report = link.reports.popleft()
-            self._differences += report.kind == "differs"
-            if self.rank == 0:
-                log.warning("checkmate: %s", report.text)
+            self._reports[report.kind] += 1
+            if self.rank == 0 and self._reports[report.kind] <= REPORTS:
+                more = "; more of this kind are only counted" if self._reports[report.kind] == REPORTS else ""
+                log.warning("checkmate: %s%s", report.text, more)
         recovery = self._recovery_step()
         behind = recovery is None or self._step - recovery > LAG_STEPS
         lost = self._recorder.gap or not link.streaming or link.fatal is not None
@@ -415,9 +432,10 @@ class Checkpointer:
             "bytes_sent": link.bytes_sent if link else 0,
             "staging_bytes": self._pool.allocated_bytes,
             "staging_used_bytes": self._pool.used_bytes,
-            "gaps": self._gaps,
+            "gaps": self._recorder.gaps,
             "merged_steps": self._merged,
-            "differences": self._differences,
+            "differences": self._reports["differs"],
+            "reports": dict(self._reports),
         }
 
     def _state(self) -> str:
@@ -434,6 +452,12 @@ class Checkpointer:
 
     def _drift_reasons(self) -> list[str]:
         reasons = list(self._drift)
+        ours, theirs = self._shadowed.spec.fingerprint, self._shadow_numerics
+        if theirs is not None and (ours.torch, ours.capability) != (theirs.torch, theirs.capability):
+            reasons.append(
+                f"trainer and shadow compute differently: torch {ours.torch} ({ours.capability}) and "
+                f"{theirs.torch} ({theirs.capability})"
+            )
         if self._shadowed.spec.fingerprint.device != "cpu":
             reasons.append("the trainer's optimizer runs on a GPU, the shadow's on a CPU")
         if self._shadowed.spec.replay == "fast":

@@ -120,8 +120,9 @@ class Link:
         return self.audited if self.wait_for(lambda: self.audited is not None, timeout_s) else None
 
     @property
-    def backlog_bytes(self) -> int:
-        return self.pool.used_bytes
+    def backlog(self) -> int:
+        """Batches that are not stable yet."""
+        return len(self._unsent) + len(self._sent)
 
     def close(self) -> None:
         """End both connections and threads. What is not sent by now is lost."""
@@ -188,14 +189,24 @@ class Link:
     def _lost(self, channel: Channel, why: str) -> None:
         """This data connection is of no use any more; the control thread makes the next."""
         with self.changed:
-            if self._data is channel:
-                self._data = None
-                self.streaming = False
-                self.trouble = why
+            if self._data is not channel:
+                return  # the control thread was faster
+            self._data = None
+            self.streaming = False
+            self.trouble = why
             control = self._control
         channel.close()
         if control is not None:
             control.close()
+
+    def _watch(self, channel: Channel) -> None:
+        """Sending alone would notice the end of a data connection late, and never where all is sent."""
+        try:
+            message = channel.message()
+            why = message.reason if isinstance(message, Refusal) else "the shadow closed the data connection"
+        except (OSError, ValueError, CheckmateError) as error:
+            why = f"the data connection broke: {error}"
+        self._lost(channel, why)
 
     # ------------------------------------------------------------ control
 
@@ -203,12 +214,12 @@ class Link:
         backoff = BACKOFF_S[0]
         while not self._closed and self.fatal is None:
             try:
+                began = time.monotonic()
                 self._connect()
-                backoff = BACKOFF_S[0]
                 self._hear()
             except Refused as error:
                 if error.kind in FINAL:
-                    self._give_up(error)
+                    self.give_up(error)
                 self.trouble = str(error)
             except (OSError, ValueError, CheckmateError) as error:
                 self.trouble = str(error)
@@ -216,11 +227,14 @@ class Link:
                 log.exception("checkmate: the link to %s fails", self.address)
                 self.trouble = repr(error)
             self._disconnect()
+            if time.monotonic() - began > 5.0:
+                backoff = BACKOFF_S[0]
             with self.changed:
                 self.changed.wait_for(lambda: self._closed, backoff * random.uniform(0.7, 1.3))
             backoff = min(2 * backoff, BACKOFF_S[1])
 
-    def _give_up(self, error: CheckmateError) -> None:
+    def give_up(self, error: CheckmateError) -> None:
+        """This attempt goes on unprotected, for this reason."""
         with self.changed:
             self.fatal = error
             self._forget(lambda batch: True)
@@ -262,6 +276,7 @@ class Link:
             if self._closed:
                 raise ConnectionAbortedError("closed")
             self._data = data
+            threading.Thread(target=self._watch, args=(data,), name="checkmate data", daemon=True).start()
             self.streaming = True
             self.trouble = ""
             self.last_heard = time.monotonic()

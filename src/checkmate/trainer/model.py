@@ -15,8 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from .. import values
 from ..errors import Unsupported, UsageError
-from ..tensors import dtype_name
-from ..wire.messages import Block, Fingerprint, Optimizer, Spec
+from ..tensors import dtype_name, fingerprint
+from ..wire.messages import Block, Optimizer, Spec
 
 #: What wrappers put into a parameter's name, and DCP's helpers take out again.
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
@@ -199,16 +199,3 @@ def _replica_sets(local: list[Block]) -> tuple[list[Block], list[list[int]]]:
     sets = sorted(set(map(tuple, holders.values())))
     blocks = [msgspec.structs.replace(block, replicas=sets.index(tuple(holders[key]))) for key, block in first.items()]
     return blocks, [list(ranks) for ranks in sets]
-
-
-def fingerprint(params: Sequence[torch.Tensor]) -> Fingerprint:
-    """The numerics of the calling thread, and where the parameters live."""
-    denormal = torch.full((1,), 1e-40) * 1.0
-    device = next((p.device.type for p in params if p.device.type != "cpu"), "cpu")
-    return Fingerprint(
-        str(torch.__version__),
-        torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
-        denormal.item() == 0.0,
-        device,
-    )

@@ -31,6 +31,8 @@ log = logging.getLogger("checkmate")
 
 #: At most so many bytes of blocks are anchored per step, but always at least one block.
 ANCHOR_BYTES_PER_STEP = 64 << 20
+#: Batches that may wait to be sent or to become stable: parts without gradients take no staging memory.
+MAX_BACKLOG = 4096
 #: Bytes that the rolling audit compares per step and rank.
 AUDIT_BYTES = 256 << 10
 
@@ -57,6 +59,7 @@ class Recorder:
         self.lead = rank in layout.leads
         self.epoch = 0
         self.gap = False  #: this epoch is over for us: nothing is kept until the next
+        self.gaps = 0
         self.link: Link | None = None
         self._on_full = on_full
         self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
@@ -260,6 +263,8 @@ class Recorder:
         changed = self._dirty | self.watch.changed()
         if changed:
             self.watch.mark(range(len(self.shadowed.params)))
+        if self.link is not None and self.link.backlog > MAX_BACKLOG:
+            self.gap = True
         if not self.gap:
             chosen = self._choose_anchors(step, changed)
             anchored = self._stage_anchors(chosen)
@@ -269,6 +274,7 @@ class Recorder:
                 self._put_part(step, *anchored)
         if self.gap and not self._gap_told:
             self._gap_told = True
+            self.gaps += 1
             self._put(Batch(step, self.epoch, part=messages.encode(Part(self.rank, step, self.epoch, gap=True))))
         self._updates, self._gradients, self._dirty = [], [], set()
 

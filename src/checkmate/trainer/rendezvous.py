@@ -20,7 +20,7 @@ from ..recovery import Reader, open_channel
 from ..shadow.run import LEASE_S
 from ..transport.base import Channel, call
 from ..transport.tcp import Address
-from ..wire.messages import Adopt, Adopted, Attempt, Incarnation, Leased, Prepare, Prepared, Spec
+from ..wire.messages import Adopt, Adopted, Attempt, Fingerprint, Incarnation, Leased, Prepare, Prepared, Spec
 
 T = TypeVar("T")
 
@@ -77,13 +77,17 @@ def attempt() -> Attempt:
 
 @dataclass
 class Agreed:
-    """What all ranks go on from. `step` None: the shadow holds nothing, the present state is step 0."""
+    """What all ranks go on from. `step` None: the shadow holds nothing, the present state is step 0.
+
+    `epoch` 0: the shadow was not reached.
+    """
 
     incarnation: Incarnation
-    step: int | None
-    epoch: int
-    life: int
+    step: int | None = None
+    epoch: int = 0
+    life: int = 0
     world_size: int = 0  #: of the attempt that wrote the step
+    shadow: Fingerprint | None = None
 
 
 class Rendezvous:
@@ -109,7 +113,9 @@ class Rendezvous:
         adopted = self._call(Adopt(self._run, prepared.incarnation, chosen, self._spec))
         if not isinstance(adopted, Adopted):
             raise ProtocolError(f"{type(adopted).__name__} in answer to Adopt")
-        return Agreed(prepared.incarnation, chosen, adopted.epoch, adopted.life, prepared.world_size)
+        return Agreed(
+            prepared.incarnation, chosen, adopted.epoch, adopted.life, prepared.world_size, adopted.fingerprint
+        )
 
     def _prepare(self, attempt: Attempt, fresh: bool) -> Prepared:
         """A run that seems to be trained by someone else gets the time of a lease to prove that it is."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,16 +18,21 @@ from ..errors import Unsupported, UsageError
 _tapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
+def check_untapped(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises UsageError if one of these is attached already: every update would count twice."""
+    for optimizer in optimizers:
+        if optimizer in _tapped:
+            raise UsageError(
+                f"this {type(optimizer).__name__} is attached already; close() the other Checkpointer first"
+            )
+
+
 class Tap:
     """Hooks of one optimizer. `before` is called once per update, when its gradients are final; `after`, when it is
     over.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
-        if optimizer in _tapped:
-            raise UsageError(
-                f"this {type(optimizer).__name__} is attached already; close() the other Checkpointer first"
-            )
         _tapped.add(optimizer)
         self.optimizer = optimizer
         self._before, self._after = before, after

@@ -1,8 +1,8 @@
 """The in-memory twin of a TCP connection, with faults that come from a seed. For tests; it opens no socket.
 
-Two streams share a lock; each direction is a bounded buffer. What is kept of TCP: bytes written may be accepted in part;
-timeouts, ``MSG_DONTWAIT`` and `shutdown` as `socket.socket` has them; bytes that arrived before a reset can still be
-read; to close with unread input resets the connection. Unlike a socket's, `close` alone wakes whoever is blocked.
+Two streams share a lock; each direction is a bounded buffer. What is kept of TCP: a write may take only a part of the
+bytes; timeouts, ``MSG_DONTWAIT`` and `shutdown` are as `socket.socket` has them; bytes that arrived before a reset can
+still be read; to close with unread input resets the connection. Unlike a socket's, `close` alone wakes who is blocked.
 """
 
 from __future__ import annotations

@@ -205,15 +205,3 @@ class FrameReceiver:
         target = memoryview(bytearray(min(length, 2 * self._filled)))
         target[: self._filled] = self._target
         return target
-
-    def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Convenience for tests and small messages: take `data` whole, return the frames that it completes."""
-        frames, view = [], memoryview(data)
-        while view:
-            room = self.buffer()
-            count = min(len(room), len(view))
-            room[:count] = view[:count]
-            view = view[count:]
-            if (frame := self.advance(count)) is not None:
-                frames.append(frame)
-        return frames

@@ -14,12 +14,18 @@ from msgspec import Meta, Struct
 
 from ..errors import ProtocolError
 
+FEW, SOME, MANY = Meta(max_length=1 << 10), Meta(max_length=1 << 16), Meta(max_length=1 << 20)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash = int  # 64 bits without sign: more than a bound can say
 Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Code = Annotated[bytes, Meta(max_length=32)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Shape = Annotated[list[Count], Meta(max_length=16)]
+Word = Annotated[str, Meta(max_length=1024)]
 Text = Annotated[str, Meta(max_length=65536)]
+Shape = Annotated[list[Count], Meta(max_length=16)]
+Numbers = Annotated[list[Count], MANY]  # of blocks or ranks
+Groups = Annotated[list[Numbers], SOME]  # of one optimizer: the blocks of each
+Entries = Annotated[dict[Word, bytes], SOME]  # of a sidecar: values by name
 
 
 class _Record(Struct, array_like=True, forbid_unknown_fields=True):
@@ -59,29 +65,29 @@ class Optimizer(_Record):
     module: Name
     name: Name
     groups: bytes  #: values: list of dict, one per param group, without "params"
-    members: list[list[Count]]  #: block numbers of each group, in the group's order
+    members: Groups  #: block numbers of each group, in the group's order
 
 
 class Fingerprint(_Record):
     """Numeric fingerprint: equal ones give equal bits."""
 
-    torch: str
-    capability: str
+    torch: Word
+    capability: Word
     threads: int
     flush_denormal: bool
-    device: str
+    device: Word
 
 
 class Spec(_Record):
     """What a shadow must know to hold a run: the layout's input, the optimizers, the numerics."""
 
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
-    replica_sets: list[list[Count]]
-    blocks: Annotated[list[Block], Meta(max_length=1 << 20)]
-    optimizers: Annotated[list[Optimizer], Meta(max_length=1024)]
+    replica_sets: Annotated[list[Numbers], MANY]
+    blocks: Annotated[list[Block], MANY]
+    optimizers: Annotated[list[Optimizer], FEW]
     fingerprint: Fingerprint
-    replay: str = "match"
-    aliases: dict[str, str] = {}  #: FQN of a tied parameter -> FQN of its block
+    replay: Word = "match"
+    aliases: Annotated[dict[Name, Name], MANY] = {}  #: FQN of a tied parameter -> FQN of its block
 
 
 class Incarnation(_Record):
@@ -98,9 +104,9 @@ class Attempt(_Record):
     """Who asks to train: enough to tell a restart of the same job from a second job, and to name it in a message."""
 
     id: Id
-    host: str
+    host: Word
     pid: int
-    job: str = ""  #: the launcher's job id, "" if there is none
+    job: Word = ""  #: the launcher's job id, "" if there is none
     restarts: int = 0  #: the launcher's restart count of that job
 
 
@@ -111,17 +117,17 @@ class Update(_Record):
     """One ``optimizer.step()`` that happened. Ranks other than a lead leave `groups` empty and `members` None."""
 
     optimizer: Count
-    blocks: list[Count]  #: blocks with a gradient, ascending
+    blocks: Numbers  #: blocks with a gradient, ascending
     agreement: Hash  #: XXH3-64 over the whole record as this rank saw it
     groups: bytes = b""  #: values: hyper-parameters by value as this update used them
-    members: list[list[Count]] | None = None  #: sent when changed since the last update sent
+    members: Groups | None = None  #: sent when changed since the last update sent
     scaling: bytes = b""  #: values: (grad_scale, found_inf) of an optimizer that unscales by itself
 
 
 class Entry(_Record):
     """One tensor of a block's state. Entry 0 is the parameter, named ""; others are keys of the optimizer's state."""
 
-    key: str
+    key: Word
     dtype: Name
     sizes: Shape
     nbytes: Count
@@ -141,7 +147,7 @@ class Digest(_Record):
     """XXH3-64 of bytes ``[offset, offset + nbytes)`` of an entry as the step ends, or of a gradient (key "grad")."""
 
     block: Count
-    key: str
+    key: Word
     offset: Count
     nbytes: Count
     digest: Hash
@@ -155,14 +161,14 @@ class Part(_Message):
     epoch: Count
     gap: bool = False  #: this rank could not keep its gradients: the epoch ends before this step
     begins: bool = False  #: closes nothing: this rank streams this epoch from the step after this one
-    updates: Annotated[list[Update], Meta(max_length=65536)] = []
-    anchors: list[Anchor] = []
-    audits: list[Digest] = []
-    gradients: list[Digest] = []  #: whole-block gradient digests, for agreement between replicas
-    groups: list[bytes] | None = None  #: values per optimizer: param groups as they stand now; None: as before
-    members: list[list[list[Count]]] | None = None  #: per optimizer: blocks of each group; None: as before
-    sidecar: dict[str, bytes] = {}  #: values by name; names not listed stand as before
-    dropped: list[str] = []  #: sidecar names that exist no more
+    updates: Annotated[list[Update], SOME] = []
+    anchors: Annotated[list[Anchor], MANY] = []
+    audits: Annotated[list[Digest], MANY] = []
+    gradients: Annotated[list[Digest], MANY] = []  #: of whole blocks: replicas must agree on them
+    groups: Annotated[list[bytes], FEW] | None = None  #: values: each optimizer's groups as they stand; None: as before
+    members: Annotated[list[Groups], FEW] | None = None  #: of each optimizer; None: as before
+    sidecar: Entries = {}  #: names not listed stand as before
+    dropped: Annotated[list[Word], SOME] = []  #: sidecar names that exist no more
 
 
 # ---------------------------------------------------------------- greeting, any connection
@@ -171,10 +177,10 @@ class Part(_Message):
 class Hello(_Message):
     """First message of a client. `nonce` proves nothing by itself; see `auth`."""
 
-    versions: list[int]
-    role: str  #: "control", "data", "reader" or "admin"
+    versions: Annotated[list[int], Meta(max_length=64)]
+    role: Word  #: one of `auth.ROLES`
     nonce: Id
-    capabilities: list[str] = []
+    capabilities: Annotated[list[Word], Meta(max_length=64)] = []
 
 
 class Challenge(_Message):
@@ -182,22 +188,22 @@ class Challenge(_Message):
 
     version: int
     nonce: Id
-    proof: bytes = b""
-    capabilities: list[str] = []
+    proof: Code = b""
+    capabilities: Annotated[list[Word], Meta(max_length=64)] = []
 
 
 class Proof(_Message):
-    proof: bytes = b""
+    proof: Code = b""
 
 
 class Welcome(_Message):
-    server: str  #: e.g. "checkmate 0.1.0"
+    server: Word  #: e.g. "checkmate 0.1.0"
 
 
 class Refusal(_Message):
     """Why not. `reason` is for people, `kind` for programs: one of `REFUSALS`."""
 
-    kind: str
+    kind: Word
     reason: Text
 
 
@@ -228,7 +234,7 @@ class Prepare(_Message):
 
 class Prepared(_Message):
     incarnation: Incarnation
-    steps: list[Count]  #: whole steps that can be adopted, ascending; empty: the shadow holds nothing of the run
+    steps: Numbers  #: whole steps that can be adopted, ascending; empty: the shadow holds nothing of the run
     world_size: Count = 0  #: of the attempt that wrote them
     holder: Incarnation | None = None
 
@@ -245,6 +251,7 @@ class Adopt(_Message):
 class Adopted(_Message):
     epoch: Count
     life: Count
+    fingerprint: Fingerprint  #: of the shadow
 
 
 class Join(_Message):
@@ -310,14 +317,14 @@ class Reanchor(_Message):
     """These blocks differ: their owners send their state at the end of a step of their choice."""
 
     epoch: Count
-    blocks: list[Count]
+    blocks: Numbers
     reason: Text
 
 
 class Report(_Message):
     """Something to tell the user. `kind`: "differs" (audit), "replicas", "refused", "memory", "note"."""
 
-    kind: str
+    kind: Word
     text: Text
     step: Count = 0
     fatal: bool = False
@@ -335,13 +342,13 @@ class Audit(_Message):
     """Compare these digests with the state at `step`, which is the newest."""
 
     step: Count
-    digests: list[Digest]
+    digests: Annotated[list[Digest], MANY]
 
 
 class Audited(_Message):
     step: Count
     compared: Count
-    differing: list[Digest]
+    differing: Annotated[list[Digest], MANY]
     moved: bool = False  #: the shadow no longer stands at that step
 
 
@@ -351,7 +358,7 @@ class Audited(_Message):
 class Lease(_Message):
     """Hold one whole step for reading. step None: the newest. Released by closing the connection."""
 
-    run: str  #: "": the only run there is
+    run: Word  #: "": the only run there is
     step: int | None = None
 
 
@@ -360,7 +367,7 @@ class Held(_Record):
 
     block: Block
     optimizer: int
-    entries: list[Entry]
+    entries: Annotated[list[Entry], Meta(max_length=64)]
     values: bytes
 
 
@@ -369,17 +376,17 @@ class Leased(_Message):
     incarnation: Incarnation
     step: Count
     world_size: Count
-    held: list[Held]
-    optimizers: list[Optimizer]  #: groups and members as they stood at the end of the step
-    aliases: dict[str, str]
-    sidecars: dict[int, list[str]]  #: names per rank
+    held: Annotated[list[Held], MANY]
+    optimizers: Annotated[list[Optimizer], FEW]  #: with groups and members of the end of the step
+    aliases: Annotated[dict[Name, Name], MANY]
+    sidecars: Annotated[dict[Count, Annotated[list[Word], SOME]], MANY]  #: names by rank
     fingerprint: Fingerprint
 
 
 class Read(_Message):
     """Answered by one or more STATE frames per item, in order: (block, entry, offset, nbytes)."""
 
-    items: Annotated[list[tuple[Count, Count, Count, Count]], Meta(max_length=1 << 20)]
+    items: Annotated[list[tuple[Count, Count, Count, Count]], MANY]
 
 
 class ReadSidecar(_Message):
@@ -387,7 +394,7 @@ class ReadSidecar(_Message):
 
 
 class Sidecar(_Message):
-    entries: dict[str, bytes]
+    entries: Entries
 
 
 class GetStatus(_Message):
@@ -395,8 +402,8 @@ class GetStatus(_Message):
 
 
 class Status(_Message):
-    runs: list[dict[str, Any]]
-    server: dict[str, Any]
+    runs: Annotated[list[dict[Word, Any]], SOME]
+    server: dict[Word, Any]
 
 
 class Remove(_Message):
