@@ -33,6 +33,21 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return bytes_of(tensor.detach().cpu().contiguous())
 
 
+def differs(ours: Fingerprint, theirs: Fingerprint) -> str:
+    """Why a trainer and a shadow with these numerics may not give the same bits; "" if they do.
+
+    Threads and denormal mode are not compared: the shadow takes over the trainer's.
+    """
+    if ours.device != "cpu":
+        return f"the trainer's optimizer runs on {ours.device}, the shadow's on the CPU"
+    if (ours.torch, ours.capability) != (theirs.torch, theirs.capability):
+        return (
+            f"trainer and shadow compute differently: torch {ours.torch} ({ours.capability}) and "
+            f"{theirs.torch} ({theirs.capability})"
+        )
+    return ""
+
+
 def fingerprint(params: Iterable[torch.Tensor] = ()) -> Fingerprint:
     """The numerics of the calling thread, and where the parameters live."""
     denormal = torch.full((1,), 1e-40) * 1.0

@@ -35,7 +35,7 @@ def export(
     token_file: TokenFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the shadow, and for each of its answers.")] = 60.0,
 ) -> None:
-    """Write model and optimizer of the newest whole step; the run goes on meanwhile. Torch loads it without Checkmate."""
+    """Write model and optimizer of the newest whole step, while the run goes on. Torch loads it alone."""
     if to.exists():
         raise UsageError(f"{to} exists already; name a new directory")
     from ..recovery import Reader

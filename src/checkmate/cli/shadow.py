@@ -39,6 +39,7 @@ def shadow(
     memory_limit: Annotated[
         int | None, typer.Option(min=1, help="Refuse runs that need more than this many bytes.")
     ] = None,
+    expire: Annotated[float | None, typer.Option(help="Forget a run that nobody has used for so many seconds.")] = None,
 ) -> None:
     """Receive every step of the runs that connect, apply it, and so be their checkpoint."""
     token = read_token(token_file)
@@ -52,7 +53,7 @@ def shadow(
         listener = open_listener(address)
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from None
-    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ())), token)
+    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token)
 
     def stop(*_: object) -> None:
         daemon.stop()

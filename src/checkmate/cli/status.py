@@ -57,28 +57,22 @@ def status(
 
 
 def _show(runs: list[dict[str, Any]]) -> None:
-    table = Table(title=None)
-    for name in (
-        "run",
-        "phase",
-        "world",
-        "incarnation",
-        "epoch",
-        "received",
-        "stable",
-        "applied",
-        "recovery",
-        "lag",
-        "memory",
-        "silent",
-        "last error",
-    ):
-        table.add_column(name)
+    console = Console(highlight=False)
+    if not runs:
+        console.print("no runs")
     for run in runs:
-        table.add_row(
-            run["run"], run["phase"], str(run["world_size"]), run["incarnation"], str(run["epoch"]),
-            *(str(run[key]) for key in ("received", "stable", "applied", "recovery", "lag")),
-            f"{run['memory_bytes'] / 1e6:,.1f} MB", f"{run['silent_s']:.1f} s",
-            run["last_error"] or "; ".join(run["waiting_for"]),
-        )  # fmt: skip
-    Console().print(table)
+        ranks = "1 rank" if run["world_size"] == 1 else f"{run['world_size']} ranks"
+        state = run["phase"] if run["live"] else "not trained now"
+        table = Table.grid(padding=(0, 3, 0, 0))
+        table.add_row("", "attempt", f"{run['incarnation']}, {ranks}, epoch {run['epoch']}, {state}, {run['mode']}")
+        steps = [f"{name} {run[name]}" for name in ("recovery", "applied", "stable", "received", "newest", "lag")]
+        table.add_row("", "steps", ", ".join(steps))
+        mega = [run[key] / 1e6 for key in ("bytes_in_per_s", "bytes_in", "memory_bytes")]
+        table.add_row("", "bytes", "{:,.1f} MB/s in, {:,.1f} MB since the start; {:,.1f} MB held".format(*mega))
+        table.add_row("", "heard", f"{run['silent_s']:.1f} s ago")
+        for rank in run["waiting_for"] if run["live"] else []:
+            table.add_row("", "waiting", rank)
+        if run["last_error"]:
+            table.add_row("", "last error", run["last_error"])
+        console.print(run["run"], style="bold")
+        console.print(table)

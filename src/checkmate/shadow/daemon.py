@@ -37,13 +37,12 @@ from ..wire.messages import (
     Remove,
     Sidecar,
     Status,
+    check_run_name,
 )  # fmt: skip
 from .replay import Cut, State
 from .run import Limits, Member, NotTaken, Run
 
 log = logging.getLogger("checkmate.shadow")
-
-_NAME_LIMIT = 200
 
 
 def release() -> str:
@@ -51,22 +50,6 @@ def release() -> str:
         return f"checkmate {version('checkmate-ckpt')}"
     except PackageNotFoundError:
         return "checkmate (not installed)"
-
-
-def check_run_name(name: str) -> None:
-    """Raises NotTaken unless `name` can serve as a file name everywhere: it may end up as one."""
-    ok = (
-        0 < len(name) <= _NAME_LIMIT
-        and name.isprintable()
-        and not set(name) & set('/\\:*?"<>|')
-        and name.strip(". ") == name
-    )
-    if not ok:
-        raise NotTaken(
-            "usage",
-            f"run name {name[:40]!r}: use 1 to {_NAME_LIMIT} printable characters, none of them one of "
-            '/ \\ : * ? " < > |, and neither dot nor blank at its ends',
-        )
 
 
 class Daemon:
@@ -85,14 +68,29 @@ class Daemon:
     def serve(self, listener: socket.socket) -> None:
         """Accept connections until `stop`."""
         self._listener = listener
+        listener.settimeout(1.0)  # between connections, look after idle runs
         while True:
             try:
                 sock, peer = listener.accept()
+            except TimeoutError:
+                self._forget_idle()
+                continue
             except OSError:
                 return
             tune(sock)
             name = f"{peer[0]}:{peer[1]}"
             threading.Thread(target=self.handle, args=(sock, name), name=f"connection {name}", daemon=True).start()
+
+    def _forget_idle(self) -> None:
+        for name, run in list(self.runs.items()):
+            if self.limits.idle_s is not None and run.idle_s > self.limits.idle_s:
+                log.warning("run %s: nobody has used it for %.0f s; forgotten, as asked for", name, run.idle_s)
+                self._remove(name, force=False)
+
+    def _remove(self, name: str, force: bool) -> None:
+        self.run(name).remove(force)
+        with self._lock:
+            self.runs.pop(name, None)
 
     def stop(self) -> None:
         if self._listener is not None:
@@ -147,7 +145,7 @@ class Daemon:
         return greeting.role
 
     def run(self, name: str, *, create: bool = False) -> Run:
-        """The run of that name. Raises NotTaken if there is none, or the name is not one."""
+        """The run of that name. Raises NotTaken if there is none, UsageError if the name cannot be one."""
         check_run_name(name)
         with self._lock:
             if name not in self.runs:
@@ -253,9 +251,7 @@ class Daemon:
                 }
                 return Status([run.status() for run in list(self.runs.values())], server)
             case Remove(name, force):
-                self.run(name).remove(force)
-                with self._lock:
-                    self.runs.pop(name, None)
+                self._remove(name, force)
                 return Done(f"run {name!r} is removed")
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a reader")

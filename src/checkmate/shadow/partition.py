@@ -102,12 +102,17 @@ class Tell:
 Effect = Apply | Freeze | Drop | Acknowledge | AskResume | AskAnchors | Tell
 
 
+#: What ranks send of a step, told apart: kind, rank, update, block, entry.
+Key = tuple[Kind, int, int, int, int]
+
+
 @dataclass(slots=True)
 class Slot:
-    """What has come of one step."""
+    """What has come of one step. Of each key, no more can arrive than its part lists."""
 
     parts: dict[int, Part] = field(default_factory=dict)
-    ranges: dict[tuple[Kind, int, int, int], RangeSet] = field(default_factory=dict)
+    listed: set[Key] = field(default_factory=set)  #: by the parts that are here
+    ranges: dict[Key, RangeSet] = field(default_factory=dict)  #: that have arrived
     expected_bytes: int = 0  #: listed by the parts that are here
     arrived_bytes: int = 0
 
@@ -176,14 +181,19 @@ class Partition:
         if header.epoch != self.epoch:
             return Verdict.DRAIN
         verdict = self._place(header)
-        if verdict is Verdict.TAKE and header.kind is not Kind.PART:
-            slot = self._slots.setdefault(header.step, Slot())
-            if header.kind is Kind.ANCHOR:
-                self.anchor(header)
-            ranges = slot.ranges.get(_key(header))
-            if ranges is not None and ranges.overlaps(header.offset, header.offset + header.length):
-                return Verdict.DRAIN
-        return verdict
+        if verdict is not Verdict.TAKE or header.kind is Kind.PART:
+            return verdict
+        slot, key = self._slots.setdefault(header.step, Slot()), _key(header)
+        if header.kind is Kind.ANCHOR:
+            self.anchor(header)
+        if header.rank in slot.parts and key not in slot.listed:
+            raise ProtocolError(f"{header}: not listed in its part, which came before")
+        start, stop, ranges = header.offset, header.offset + header.length, slot.ranges.get(key)
+        if ranges is None or not ranges.overlaps(start, stop):
+            return Verdict.TAKE
+        if not ranges.covers(start, stop):
+            raise ProtocolError(f"{header}: cut in another way than when it came before")
+        return Verdict.DRAIN
 
     def arrived(self, header: Header) -> list[Effect]:
         """The payload of a frame that was to be taken is in its buffer and its checksum holds."""
@@ -201,24 +211,32 @@ class Partition:
             return []
         if part.begins:
             return self._start(part.rank, part.step + 1)
+        if self.phase is Phase.RESUMING and part.step < self._starts.get(part.rank, part.step + 1):
+            raise ProtocolError(f"part of rank {part.rank}, step {part.step}: not begun in epoch {self.epoch}")
         if part.gap:
-            if self._gap is None or part.step < self._gap[0]:
-                self._gap = (part.step, f"rank {part.rank} could not keep its gradients of step {part.step}")
-            return self._advance()
+            return self._never(part.step, f"rank {part.rank} could not keep its gradients of step {part.step}")
         if self.phase is not Phase.RESUMING and part.step <= self.received:
             return []
         slot = self._slots.setdefault(part.step, Slot())
         if part.rank in slot.parts:
             return []
-        slot.expected_bytes += self._listed_bytes(part)
+        listed = self._listed(part)
+        if stray := [key for key in slot.ranges if key[1] == part.rank and key not in listed]:
+            text = f"rank {part.rank} sent what its part of step {part.step} does not list: {stray}"
+            return self._never(part.step, text)
+        slot.listed |= listed.keys()
+        slot.expected_bytes += sum(listed.values())
         slot.parts[part.rank] = part
         return self._advance()
 
     def _place(self, header: Header) -> Verdict:
         if self.phase is Phase.RESUMING:
-            # `begins` and small parts pass; gradients wait until it is known which step is the first to count.
-            start = min(self._starts.values(), default=header.step)
-            return Verdict.TAKE if header.kind is Kind.PART or header.step < start + RING_STEPS else Verdict.WAIT
+            # `begins` comes first; the rest waits in the ring until it is known which step is the first to count.
+            if header.step < self._starts.get(header.rank, header.step + 1):
+                if header.kind is not Kind.PART:
+                    raise ProtocolError(f"{header}: not begun in epoch {self.epoch}")
+                return Verdict.TAKE
+            return Verdict.TAKE if header.step < min(self._starts.values()) + RING_STEPS else Verdict.WAIT
         if header.step <= self.received:
             return Verdict.TAKE if header.kind is Kind.PART else Verdict.DRAIN
         return Verdict.TAKE if header.step <= self.applied_step + RING_STEPS else Verdict.WAIT
@@ -249,24 +267,24 @@ class Partition:
             raise ProtocolError(f"{header}: past the end of entry {header.entry}")
         return anchor, header.entry
 
-    def _listed_bytes(self, part: Part) -> int:
-        mine = self.layout.slices[part.rank]
-        total = 0
-        for update in part.updates:
-            for block in update.blocks:
-                if block >= len(self.layout.blocks):
-                    raise ProtocolError(f"part of rank {part.rank}, step {part.step} lists block {block}")
-                if block in mine:
-                    total += mine[block].nbytes
+    def _listed(self, part: Part) -> dict[Key, int]:
+        """What this part says that its rank sends, in bytes."""
+        name = f"part of rank {part.rank}, step {part.step}"
+        mine, listed = self.layout.slices[part.rank], dict[Key, int]()
+        for number, update in enumerate(part.updates):
+            if update.blocks != sorted(set(update.blocks)) or max(update.blocks, default=-1) >= len(self.layout.blocks):
+                raise ProtocolError(f"{name}, update {number}: no ascending list of blocks: {update.blocks}")
+            listed |= {(Kind.GRAD, part.rank, number, b, 0): mine[b].nbytes for b in update.blocks if b in mine}
         for anchor in part.anchors:
-            if anchor.block >= len(self.layout.blocks) or self.layout.owners[anchor.block] != part.rank:
-                raise ProtocolError(
-                    f"part of rank {part.rank}, step {part.step} anchors block {anchor.block}, not its own"
-                )
-            if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[anchor.block].nbytes:
-                raise ProtocolError(f"anchor of block {anchor.block}: entry 0 is not the whole block")
-            total += sum(entry.nbytes for entry in anchor.entries)
-        return total
+            block = anchor.block
+            if block >= len(self.layout.blocks) or self.layout.owners[block] != part.rank:
+                raise ProtocolError(f"{name} anchors block {block}, not its own")
+            if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[block].nbytes:
+                raise ProtocolError(f"{name}, anchor of block {block}: entry 0 is not the whole block")
+            if (Kind.ANCHOR, part.rank, 0, block, 0) in listed:
+                raise ProtocolError(f"{name} anchors block {block} twice")
+            listed |= {(Kind.ANCHOR, part.rank, 0, block, i): entry.nbytes for i, entry in enumerate(anchor.entries)}
+        return listed
 
     # ------------------------------------------------------------ progress
 
@@ -284,34 +302,45 @@ class Partition:
         self.phase = Phase.ANCHORING
         self.received = self.stable = self.applied_step = self._floor = first - 1
         effects: list[Effect] = [Drop(old) for old in dropped]
-        return [*effects, AskAnchors(self.epoch, first), Acknowledge(), *self._advance()]
+        return [*effects, AskAnchors(self.epoch, first), *self._advance(moved=True)]
 
-    def _advance(self) -> list[Effect]:
+    def _advance(self, moved: bool = False) -> list[Effect]:
         """Move `received` over every step that is complete now."""
         if self.phase is Phase.RESUMING:
             return []
         effects: list[Effect] = []
-        while (slot := self._slots.get(self.received + 1)) is not None and len(slot.parts) == len(self._ranks):
+        while self._gap is None or self.received + 1 < self._gap[0]:
             step = self.received + 1
-            if slot.arrived_bytes < slot.expected_bytes:
+            slot = self._slots.get(step)
+            if slot is None or len(slot.parts) < len(self._ranks) or slot.arrived_bytes < slot.expected_bytes:
                 break
             if (trouble := self._disagreement(step, slot)) is not None:
                 effects.append(trouble)
                 if trouble.fatal:
-                    return effects + self.end_epoch(trouble.text)
-            self.received = step
-            effects.append(Acknowledge())
+                    self._gap = (step, trouble.text)
+                    break
+            self.received, moved = step, True
             if not self._gated:
-                effects[-1:] = self._stabilise(step)
-        if self._gap is not None and self.received >= self._gap[0] - 1:
-            effects += self.end_epoch(self._gap[1])
-        return effects
+                effects += self._stabilise(step)
+        return effects + self._settle(moved)
+
+    def _never(self, step: int, reason: str) -> list[Effect]:
+        """This step can never be complete: the epoch ends before it."""
+        if self._gap is None or step < self._gap[0]:
+            self._gap = (step, reason)
+        return self._advance()
+
+    def _settle(self, moved: bool) -> list[Effect]:
+        """After all else: end the epoch if its last step is stable, or say how far it has moved.
+
+        Steps that this shadow has acknowledged may have been called stable already: they wait for their `Stable`.
+        """
+        if self._gap is not None and self.stable >= self._gap[0] - 1:
+            return self.end_epoch(self._gap[1])
+        return [Acknowledge()] if moved else []
 
     def _disagreement(self, step: int, slot: Slot) -> Tell | None:
         """Do the ranks of each replica set tell the same story of this step?"""
-        if slot.arrived_bytes > slot.expected_bytes:
-            text = f"step {step} came with {slot.arrived_bytes} bytes, and its parts list {slot.expected_bytes}"
-            return Tell("replicas", text, step, fatal=True)
         first = slot.parts[0]
         for rank in self._ranks[1:]:
             mine = [(u.optimizer, tuple(u.blocks)) for u in slot.parts[rank].updates]
@@ -341,7 +370,8 @@ class Partition:
             return []
         if step > self.received:
             raise ProtocolError(f"step {step} called stable, but this replica has received only {self.received}")
-        return self._stabilise(step)
+        effects = self._stabilise(step)
+        return effects + self._settle(moved=bool(effects))
 
     def _stabilise(self, step: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -353,7 +383,7 @@ class Partition:
             if self.phase is Phase.ANCHORING and not self._unanchored:
                 self.phase, self._whole_at = Phase.STREAMING, self.stable
             effects.append(Apply(self.epoch, self.stable, parts))
-        return [*effects, Acknowledge()] if effects else []
+        return effects
 
     def applied(self, epoch: int, step: int) -> list[Effect]:
         """The replayer has applied `step`."""
@@ -365,15 +395,23 @@ class Partition:
             self.frozen = -1
         return [Drop(step), Acknowledge()]
 
-    def end_epoch(self, reason: str, epoch: int | None = None) -> list[Effect]:
+    def lost(self, epoch: int, kept: int, reason: str) -> list[Effect]:
+        """A step of `epoch` could not be applied, and the state is of no step any more; `kept` is frozen (-1: none)."""
+        effects: list[Effect] = [Acknowledge()]
+        if epoch == self.epoch:
+            effects = self.end_epoch(reason, keep=False)
+        self.frozen = kept
+        return effects
+
+    def end_epoch(self, reason: str, epoch: int = 0, *, keep: bool = True) -> list[Effect]:
         """Stable steps stay; everything beyond is void; all ranks are asked to stream anew, as a later epoch."""
-        keep = self.phase is Phase.STREAMING
+        keep = keep and self.phase is Phase.STREAMING
         if keep:
             self.frozen = self.stable
         void = list(self._slots)
         self._slots.clear()
         self._gap = None
-        ended, self.epoch = self.epoch, max(self.epoch + 1, epoch or 0)
+        ended, self.epoch = self.epoch, max(self.epoch + 1, epoch)
         self.phase = Phase.RESUMING
         self._starts = {}
         self.received = self.stable = self.applied_step = -1
@@ -382,5 +420,5 @@ class Partition:
         return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]
 
 
-def _key(header: Header) -> tuple[Kind, int, int, int]:
-    return (header.kind, header.update, header.block, header.entry)
+def _key(header: Header) -> Key:
+    return (header.kind, header.rank, header.update, header.block, header.entry)

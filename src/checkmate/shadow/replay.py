@@ -136,6 +136,11 @@ class State:
         self._shared = set(range(len(self.params)))
         return cut
 
+    @property
+    def leased(self) -> bool:
+        """Whether a reader holds a cut."""
+        return bool(self._cuts)
+
     def release(self, cut: Cut) -> None:
         if cut in self._cuts:
             self._cuts.remove(cut)

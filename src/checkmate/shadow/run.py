@@ -19,10 +19,11 @@ import torch
 
 from ..errors import CheckmateError, ProtocolError, Refused, StepNotFound, Superseded
 from ..layout import Layout
-from ..tensors import bytes_of, dtype_of, fingerprint
+from ..tensors import bytes_of, differs, dtype_of, fingerprint
 from ..transport.base import Channel
 from ..wire.frames import Frame, Header, Kind
 from ..wire.messages import (
+    LEASE_S,
     Ack,
     Adopt,
     Adopted,
@@ -66,8 +67,6 @@ from .replay import Cut, State, empty_like, state_multiple
 
 log = logging.getLogger("checkmate.shadow")
 
-#: A live attempt that has been silent for longer may be displaced.
-LEASE_S = 10.0
 #: How long `prepare` lets connections of dead workers deliver what their kernels still hold.
 DRAIN_S = 5.0
 
@@ -104,6 +103,7 @@ class Limits:
     memory_bytes: int | None = None
     threads: int | None = None
     allowed: tuple[str, ...] = ()
+    idle_s: float | None = None  #: forget runs that nobody has trained or read for so long
 
 
 class Run:
@@ -124,6 +124,8 @@ class Run:
         self.last_error = ""
         self.bytes_in = 0
         self.heard = time.monotonic()
+        self._used = self.heard
+        self._recent: deque[list[int]] = deque(maxlen=10)
         self._members: dict[int, Member] = {}
         self._claim: Member | None = None
         self._data: dict[int, Channel] = {}
@@ -397,11 +399,23 @@ class Run:
         with self.changed:
             partition = self._partition_of(message, channel)
             self.bytes_in += header.length
+            self._count(header.length)
             self.heard = time.monotonic()
             if part is not None:
                 self._perform(partition.part(part))
             elif not drained:
                 self._perform(partition.arrived(header))
+
+    def _count(self, nbytes: int) -> None:
+        """Bytes per second of the clock, for the last ten."""
+        now = int(time.monotonic())
+        if not self._recent or self._recent[-1][0] != now:
+            self._recent.append([now, 0])
+        self._recent[-1][1] += nbytes
+
+    def _rate(self) -> float:
+        since = int(time.monotonic()) - 10
+        return sum(nbytes for second, nbytes in self._recent if second >= since) / 10
 
     def _partition_of(self, message: Attach, channel: Channel) -> Partition:
         # While `prepare` drains, the claim is new but the old partition still takes what the old attempt had sent.
@@ -579,11 +593,19 @@ class Run:
                 raise StepNotFound(
                     f"run {self.name!r}: step {step} is not held; the one step that is whole here is {state.step}"
                 )
+            self._used = time.monotonic()
             return state, state.cut(), holder
 
     def release(self, state: State, cut: Cut) -> None:
         with self._between_steps:
             state.release(cut)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since this run was trained or read, 0 while it is."""
+        with self.changed:
+            in_use = self._live() or (self.state is not None and self.state.leased)
+            return 0.0 if in_use else time.monotonic() - max(self.heard, self._used)
 
     def status(self) -> dict[str, Any]:
         with self.changed:
@@ -604,11 +626,19 @@ class Run:
                 "lag": max(0, newest - p.received) if p else 0,
                 "waiting_for": p.missing if p else [],
                 "blocks_without_state": p.blocks_without_state() if p else 0,
+                "mode": self._mode(),
                 "bytes_in": self.bytes_in,
+                "bytes_in_per_s": self._rate(),
                 "memory_bytes": self.memory_bytes(),
                 "silent_s": round(time.monotonic() - self.heard, 3),
                 "last_error": self.last_error,
             }
+
+    def _mode(self) -> str:
+        spec = self.state.spec if self.state is not None else None
+        if spec is None:
+            return ""
+        return "drift" if spec.replay == "fast" or differs(spec.fingerprint, fingerprint()) else "exact"
 
     def memory_bytes(self) -> int:
         """Tensor bytes held: states, gradients and anchors."""

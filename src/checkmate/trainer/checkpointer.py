@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ..errors import CheckmateError, ReplicasDiffer, Unreachable, UsageError
 from ..layout import Layout
 from ..recovery import ShadowReader
-from ..shadow.daemon import check_run_name
+from ..tensors import differs
 from ..transport.tcp import Address, parse_address
-from ..wire.messages import Audit, Fingerprint, Incarnation
+from ..wire.messages import Audit, Fingerprint, Incarnation, check_run_name
 from . import rng
 from .buckets import Buckets
 from .data import Batches
@@ -81,10 +81,7 @@ def attach(
         raise UsageError(f"replay is 'match' or 'fast', not {replay!r}; on_lag is 'degrade' or 'block', not {on_lag!r}")
     if "," in shadow:
         raise UsageError("several shadows are not available yet; give one address")
-    try:
-        check_run_name(run)
-    except Exception as error:
-        raise UsageError(str(error)) from None
+    check_run_name(run)
     address = parse_address(shadow)
     optimizers = unwrap(optimizer)
     objects = check_stateful(stateful)
@@ -452,14 +449,8 @@ class Checkpointer:
 
     def _drift_reasons(self) -> list[str]:
         reasons = list(self._drift)
-        ours, theirs = self._shadowed.spec.fingerprint, self._shadow_numerics
-        if theirs is not None and (ours.torch, ours.capability) != (theirs.torch, theirs.capability):
-            reasons.append(
-                f"trainer and shadow compute differently: torch {ours.torch} ({ours.capability}) and "
-                f"{theirs.torch} ({theirs.capability})"
-            )
-        if self._shadowed.spec.fingerprint.device != "cpu":
-            reasons.append("the trainer's optimizer runs on a GPU, the shadow's on a CPU")
+        if self._shadow_numerics is not None:
+            reasons += filter(None, [differs(self._shadowed.spec.fingerprint, self._shadow_numerics)])
         if self._shadowed.spec.replay == "fast":
             reasons.append("replay='fast' uses other kernels than the trainer")
         return reasons

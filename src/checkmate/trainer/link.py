@@ -214,15 +214,17 @@ class Link:
         backoff = BACKOFF_S[0]
         while not self._closed and self.fatal is None:
             try:
-                began = time.monotonic()
+                began, connected = time.monotonic(), False
                 self._connect()
+                connected = True
                 self._hear()
             except Refused as error:
                 if error.kind in FINAL:
                     self.give_up(error)
                 self.trouble = str(error)
             except (OSError, ValueError, CheckmateError) as error:
-                self.trouble = str(error)
+                if self.streaming or not connected:  # else `_lost` has said why
+                    self.trouble = str(error)
             except Exception as error:
                 log.exception("checkmate: the link to %s fails", self.address)
                 self.trouble = repr(error)

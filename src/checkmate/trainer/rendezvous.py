@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from ..errors import CheckmateError, Mismatch, ProtocolError, Refused, StepNotFound, Unreachable
 from ..recovery import Reader, open_channel
-from ..shadow.run import LEASE_S
 from ..transport.base import Channel, call
 from ..transport.tcp import Address
-from ..wire.messages import Adopt, Adopted, Attempt, Fingerprint, Incarnation, Leased, Prepare, Prepared, Spec
+from ..wire.messages import LEASE_S, Adopt, Adopted, Attempt, Fingerprint, Incarnation, Leased, Prepare, Prepared, Spec
 
 T = TypeVar("T")
 

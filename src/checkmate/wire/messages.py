@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, UsageError
 
 FEW, SOME, MANY = Meta(max_length=1 << 10), Meta(max_length=1 << 16), Meta(max_length=1 << 20)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -223,6 +223,11 @@ REFUSALS = (
 
 # ---------------------------------------------------------------- control connection: restart, then streaming
 
+#: Longest name of a run, in bytes of UTF-8.
+RUN_NAME_LIMIT = 200
+#: A live attempt whose ranks have been silent for longer may be displaced by another.
+LEASE_S = 10.0
+
 
 class Prepare(_Message):
     """Fence everything older of this run and report what can be reached. Idempotent per attempt id."""
@@ -420,6 +425,22 @@ Control = (
     | Ack | Stable | Resume | Anchoring | Reanchor | Report | Ping | Pong | Audit | Audited
     | Lease | Leased | Read | ReadSidecar | Sidecar | GetStatus | Status | Remove | Done
 )  # fmt: skip
+
+
+def check_run_name(name: str) -> None:
+    """Raises UsageError unless `name` can serve as a file name everywhere: it may end up as one."""
+    ok = (
+        name.isprintable()
+        and 0 < len(name.encode()) <= RUN_NAME_LIMIT
+        and not set(name) & set('/\\:*?"<>|')
+        and name.strip(". ") == name
+    )
+    if not ok:
+        raise UsageError(
+            f"run name {name[:40]!r}: use 1 to {RUN_NAME_LIMIT} printable characters, none of them one of "
+            '/ \\ : * ? " < > |, and neither dot nor blank at its ends'
+        )
+
 
 _encoder = msgspec.msgpack.Encoder()
 _control = msgspec.msgpack.Decoder(Control)
