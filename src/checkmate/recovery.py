@@ -7,10 +7,11 @@ trains. Keys are those that DCP gives a nested ``{"model": …, "optimizer": {"s
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import StorageReader
@@ -35,9 +36,16 @@ from .wire.frames import Header, Kind, into_new_memory
 from .wire.messages import Entry, Lease, Leased, Read, ReadSidecar, Sidecar
 
 
+log = logging.getLogger("checkmate")
+
+#: Whoever waits for an answer for longer is told so.
+TELL_S = 3.0
+
+
 def open_channel(address: Address, role: str, token: bytes | None, timeout_s: float) -> Channel:
     """Connect and greet, trying again until `timeout_s` has passed. Raises Unreachable, or Refused at once."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline, told = began + timeout_s, False
     while True:
         left = deadline - time.monotonic()
         try:
@@ -48,9 +56,13 @@ def open_channel(address: Address, role: str, token: bytes | None, timeout_s: fl
         except OSError as error:
             if time.monotonic() + 0.2 > deadline:
                 raise Unreachable(f"{address} did not answer within {timeout_s:g} s: {error}") from error
+            if not told and time.monotonic() - began > TELL_S:
+                told = True
+                log.warning("checkmate: no answer from %s (%s); trying for %.0f s more", address, error, left)
             time.sleep(0.2)
 
 
+T = TypeVar("T")
 Item = tuple[int, int, int, memoryview]  #: block, entry, offset in bytes, where the bytes go
 
 
@@ -71,12 +83,10 @@ class Reader:
         self._timeout_s = timeout_s
         self._channel = open_channel(address, "reader", token, timeout_s)
         try:
-            answer = call(self._channel, Lease(run, step), timeout_s)
-        except OSError as error:
-            raise Unreachable(f"{address}: {error}") from error
-        if not isinstance(answer, Leased):
-            raise ProtocolError(f"{address} answered a lease with {type(answer).__name__}")
-        self.leased = answer
+            self.leased = self._ask(Lease(run, step), Leased)
+        except BaseException:
+            self.close()
+            raise
         self.place = {held.block.fqn: i for i, held in enumerate(answer.held)}
 
     def read(self, items: Iterable[Item]) -> None:
@@ -100,12 +110,18 @@ class Reader:
         finally:
             self._channel.use_sink(into_new_memory())
 
+    def _ask(self, request: messages.Control, expected: type[T]) -> T:
+        try:
+            answer = call(self._channel, request, self._timeout_s)
+        except OSError as error:
+            raise Unreachable(f"{self._channel.peer}: {error}") from error
+        if not isinstance(answer, expected):
+            raise ProtocolError(f"{type(answer).__name__} in answer to {type(request).__name__}")
+        return answer
+
     def sidecar(self, rank: int) -> dict[str, bytes]:
         """Sidecar entries of a rank at the leased step, encoded."""
-        answer = call(self._channel, ReadSidecar(rank), self._timeout_s)
-        if not isinstance(answer, Sidecar):
-            raise ProtocolError(f"{type(answer).__name__} in answer to ReadSidecar")
-        return answer.entries
+        return self._ask(ReadSidecar(rank), Sidecar).entries
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """Per optimizer: its param groups at the leased step, each with the FQNs of its parameters as "params"."""

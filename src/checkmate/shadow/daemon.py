@@ -14,7 +14,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..errors import CheckmateError, ProtocolError, StepNotFound, Unsupported
+from ..errors import CheckmateError, Mismatch, ProtocolError, StepNotFound, Superseded, Unsupported
 from ..tensors import bytes_of
 from ..transport.base import Channel, Stream
 from ..transport.tcp import tune
@@ -88,9 +88,14 @@ class Daemon:
                 self._remove(name, force=False)
 
     def _remove(self, name: str, force: bool) -> None:
-        self.run(name).remove(force)
+        run = self.run(name)
+        run.remove(force)
+        self._forget(run)
+
+    def _forget(self, run: Run) -> None:
         with self._lock:
-            self.runs.pop(name, None)
+            if self.runs.get(run.name) is run:
+                del self.runs[run.name]
 
     def stop(self) -> None:
         if self._listener is not None:
@@ -113,14 +118,17 @@ class Daemon:
             self._refuse(channel, error)
         except OSError as error:
             log.info("connection from %s ended: %s", peer, error)
-        except Exception:
+        except Exception as error:
             log.exception("closing the connection from %s", peer)
+            self._refuse(channel, CheckmateError(f"the shadow failed: {error!r}"))
         finally:
             channel.close()
 
     @staticmethod
     def _refuse(channel: Channel, error: CheckmateError) -> None:
-        kinds = {StepNotFound: "missing", Unsupported: "unsupported"}
+        kinds = {
+            StepNotFound: "missing", Unsupported: "unsupported", Superseded: "superseded", Mismatch: "mismatch",
+        }  # fmt: skip
         refusal = error.message if isinstance(error, NotTaken) else Refusal(kinds.get(type(error), "usage"), str(error))
         try:
             channel.stream.settimeout(1.0)
@@ -150,12 +158,13 @@ class Daemon:
         with self._lock:
             if name not in self.runs:
                 if not create:
-                    raise NotTaken(
-                        "missing",
-                        f"this shadow holds no run {name!r}; it holds {sorted(self.runs) or 'none'}",
-                    )
+                    raise NotTaken("missing", f"this shadow holds no run {name!r}; it holds {self._names()}")
                 self.runs[name] = Run(name, self.limits)
             return self.runs[name]
+
+    def _names(self) -> str:
+        names = sorted(self.runs)
+        return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if names[20:] else "") or "none"
 
     # ------------------------------------------------------------ control
 
@@ -185,6 +194,8 @@ class Daemon:
         finally:
             if run is not None:
                 run.leave(member)
+                if run.remove_if_empty():
+                    self._forget(run)
 
     # ------------------------------------------------------------ data
 
@@ -237,7 +248,7 @@ class Daemon:
     def _only_run(self) -> str:
         names = sorted(self.runs)
         if len(names) != 1:
-            raise NotTaken("usage", f"name the run: this shadow holds {', '.join(names) or 'none'}")
+            raise NotTaken("usage", f"name the run: this shadow holds {self._names()}")
         return names[0]
 
     def _admin(self, message: Control) -> Control:

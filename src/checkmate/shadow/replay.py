@@ -16,7 +16,7 @@ import torch
 from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
-from ..errors import Unsupported
+from ..errors import Mismatch, Unsupported
 from ..tensors import bytes_of, dtype_name, dtype_of
 from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
 from .pieces import Pieces, may_cut
@@ -82,6 +82,9 @@ class State:
     """Parameters, optimizer state, groups and sidecars of one run at `step`; some blocks may still be without."""
 
     def __init__(self, spec: Spec, allowed: Iterable[str] = ()) -> None:
+        for block in spec.blocks:
+            if dtype_of(block.dtype).itemsize != block.itemsize:
+                raise Mismatch(f"{block.fqn}: an element of {block.dtype} does not have {block.itemsize} bytes")
         self.spec = spec
         self.step = -1
         self.allowed = tuple(allowed)
@@ -250,6 +253,11 @@ class State:
 
     def respec(self, spec: Spec) -> None:
         """Take over the block order and replica sets of another attempt that has the same blocks and optimizers."""
+        ours, theirs = ({(b.fqn, b.dtype, tuple(b.sizes)) for b in s.blocks} for s in (self.spec, spec))
+        if ours != theirs or len(spec.optimizers) != len(self.spec.optimizers):
+            raise Mismatch(
+                "the parameters or optimizers of this spec are not those of the state that it shall take over"
+            )
         number = {block.fqn: i for i, block in enumerate(self.spec.blocks)}
         order = [number[block.fqn] for block in spec.blocks]
         place = {old: new for new, old in enumerate(order)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckmateError, ProtocolError, Refused, StepNotFound, Superseded
+from ..errors import ProtocolError, Refused, StepNotFound, Superseded
 from ..layout import Layout
 from ..tensors import bytes_of, differs, dtype_of, fingerprint
 from ..transport.base import Channel
@@ -136,6 +136,7 @@ class Run:
         self._between_steps = threading.Lock()  #: held by the replayer while `state` changes
         self._idle = True
         self._draining = False
+        self._ended = False  #: removed: its replayer is gone, and nobody new finds it
         self._replayer = threading.Thread(target=self._replay, name=f"replay {name}", daemon=True)
         self._replayer.start()
 
@@ -144,6 +145,8 @@ class Run:
     def prepare(self, message: Prepare, member: Member) -> Prepared:
         """Fence everything older, let it drain, and report what can be adopted. Idempotent per attempt."""
         with self.changed:
+            self.changed.wait_for(lambda: not self._draining)  # for another attempt, or another connection of this one
+            self._check_not_ended()
             again = self.attempt is not None and self.attempt.id == message.attempt.id
             if not again:
                 self._check_displaceable(message.attempt)
@@ -217,26 +220,35 @@ class Run:
         """Go on from the step chosen. Idempotent until the first rank has joined."""
         with self.changed:
             self._check_current(message.incarnation)
+            if self.incarnation is None:
+                raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not prepared")
+            layout = Layout(message.spec)
             if message.step is None:
                 self._check_memory(message.spec)
+                state = State(message.spec, self.limits.allowed)
                 if (held := self._recoverable()) is not None:
                     self.frozen = held
-                self.state = State(message.spec, self.limits.allowed)
-                self._begin(message.spec, Phase.ANCHORING, -1)
+                self.state = state
+                self._begin(layout, Phase.ANCHORING, -1)
             else:
                 if self.state is None or not self.state.whole or self.state.step != message.step:
                     raise NotTaken("missing", f"run {self.name!r}: step {message.step} is not held here")
                 self.state.respec(message.spec)
-                self._begin(message.spec, Phase.STREAMING, message.step)
+                self._begin(layout, Phase.STREAMING, message.step)
             self.holder = message.incarnation
             return Adopted(self.epoch, self.life, fingerprint())
 
-    def _begin(self, spec: Spec, phase: Phase, base: int, epoch: int = 0) -> None:
+    def _begin(self, layout: Layout, phase: Phase, base: int, epoch: int = 0) -> None:
         self.epoch = max(self.epoch + 1, epoch)
         self.life = secrets.randbits(62) + 1
-        self.partition = Partition(Layout(spec), epoch=self.epoch, phase=phase, base=base)
+        self.partition = Partition(layout, epoch=self.epoch, phase=phase, base=base)
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise NotTaken("busy", f"run {self.name!r} was removed at this moment; try again")
 
     def _check_current(self, incarnation: Incarnation) -> None:
+        self._check_not_ended()
         if self.incarnation is not None and incarnation != self.incarnation:
             raise NotTaken(
                 "superseded",
@@ -261,15 +273,17 @@ class Run:
     def join(self, message: Join, member: Member) -> bool:
         """A rank begins or goes on streaming. False: this run is unknown here, and the spec must come along."""
         with self.changed:
+            self._check_not_ended()
             if self.incarnation is None:
                 if message.spec is None:
                     member.send(Joined(0, 0, -1, known=False))
                     return False
                 self._check_memory(message.spec)
+                layout, state = Layout(message.spec), State(message.spec, self.limits.allowed)
                 self.incarnation = self.holder = message.incarnation
                 self.attempt = Attempt(message.incarnation.id, "unknown host", 0)
-                self.state = State(message.spec, self.limits.allowed)
-                self._begin(message.spec, Phase.RESUMING, -1, message.epoch + 1)
+                self.state = state
+                self._begin(layout, Phase.RESUMING, -1, message.epoch + 1)
                 log.info(
                     "run %s: begun anew by attempt %s at step %d",
                     self.name,
@@ -310,8 +324,21 @@ class Run:
             for channel in self._data.values():
                 channel.close()
             self.state = self.frozen = self.holder = None
-            self._queue.append(None)
-            self.changed.notify_all()
+            self._end()
+
+    def remove_if_empty(self) -> bool:
+        """End this run if nobody is about to train it and it holds nothing: it was asked for, and no more."""
+        with self.changed:
+            nobody = all(member.closed for member in self._all_members()) and not self._data
+            if nobody and not self._ended and self.partition is None and self._recoverable() is None:
+                self._end()
+            return self._ended
+
+    def _end(self) -> None:
+        self._ended = True
+        self._queue.clear()
+        self._queue.append(None)
+        self.changed.notify_all()
 
     # ------------------------------------------------------------ messages of a joined rank
 
@@ -552,7 +579,7 @@ class Run:
                 state.apply(work.step, work.parts, partition.layout.leads, gradient, anchored)
                 digests = [d for part in work.parts.values() for d in part.audits]
                 differing = state.differing(digests) if state.whole else []
-        except (CheckmateError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+        except Exception as error:  # whatever a part may ask for: the replayer goes on
             self._broken(work, partition, state.spec, error)
             return
         with self.changed:

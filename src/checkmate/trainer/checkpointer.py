@@ -124,6 +124,7 @@ class Checkpointer:
         self._step = self._first_step = 0
         self._restored = False
         self._trained = False
+        self._compared = self.world_size == 1
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
@@ -160,19 +161,35 @@ class Checkpointer:
             tap.move_last()
         meeting = Rendezvous(self._address, self._run, self._shadowed.spec, self._token, deadline)
         try:
-            agreed = from_rank_zero(lambda: meeting.agree(attempt(), step, self._fresh))
+            agreed = self._agree(meeting, step, missing_ok)
             if agreed.step is not None:
                 together(lambda: self._load(agreed, deadline))
             self._begin(agreed)
-            together(lambda: self._await_first(deadline))
-        except Unreachable as error:
-            if not missing_ok or self._restored:
-                raise
-            log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
-            self._begin(Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id))))
+            if agreed.epoch:
+                together(lambda: self._await_first(deadline))
+        except BaseException:
+            self._retreat()
+            raise
         finally:
             meeting.close()
         return self._step
+
+    def _agree(self, meeting: Rendezvous, step: int | None, missing_ok: bool) -> Agreed:
+        try:
+            return from_rank_zero(lambda: meeting.agree(attempt(), step, self._fresh))
+        except Unreachable as error:
+            if not missing_ok:
+                raise
+            if self.rank == 0:
+                log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
+            return Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id)))
+
+    def _retreat(self) -> None:
+        """As before `restore`, but for what it has put into the model: nothing is sent, and it may be called again."""
+        self._restored = False
+        if self._link is not None:
+            self._link.close()
+            self._link = self._recorder.link = None
 
     def _load(self, agreed: Agreed, deadline: float) -> None:
         left = max(1.0, deadline - time.monotonic())
@@ -287,6 +304,8 @@ class Checkpointer:
             )
         recorder, link = self._recorder, self._link
         assert link is not None
+        if not self._compared:
+            self._compare_first_gradients()
         if recorder.updates == 0 and self._accumulating():
             self._merged += 1
             if self._merged == 1 and self.rank == 0:
@@ -295,7 +314,6 @@ class Checkpointer:
                     "next one. Call ckpt.step() once per optimizer.step()."
                 )
             return
-        self._compare_first_gradients()
         for index, tap in enumerate(self._taps):
             if not tap.move_last():
                 recorder.distrust(index)
@@ -314,13 +332,13 @@ class Checkpointer:
         return bool(pending) and all(bool(torch.isfinite(g).all()) for g in pending)
 
     def _compare_first_gradients(self) -> None:
-        """At the first update of a process, all replicas must hold the same gradient. A collective, once."""
-        digests = self._recorder.first_gradients
-        if digests is None:
-            return
-        self._recorder.first_gradients = None
+        """At the first update of a process, all replicas must hold the same gradient. A collective, till then."""
         gathered: list[dict[int, int]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(gathered, digests)
+        dist.all_gather_object(gathered, self._recorder.first_gradients or {})
+        if not any(gathered):
+            return  # no update yet, on any rank
+        self._compared = True
+        self._recorder.first_gradients = None
         for other, theirs in enumerate(gathered):
             different = [b for b in sorted(set(theirs) | set(gathered[0])) if theirs.get(b) != gathered[0].get(b)]
             if different:
@@ -391,6 +409,8 @@ class Checkpointer:
             why = str(link.fatal)
         elif self._recorder.gap:
             why = f"the shadow does not keep up, and staging ({self._pool.limit_bytes:,} bytes) is full"
+            if self._recorder.at_once:
+                why += "; it cannot replay as fast as training steps, so it takes the whole state from time to time"
         elif not link.streaming:
             why = link.trouble or "no connection"
         else:

@@ -60,6 +60,7 @@ class Recorder:
         self.epoch = 0
         self.gap = False  #: this epoch is over for us: nothing is kept until the next
         self.gaps = 0
+        self.at_once = False  #: anchor all blocks in one step
         self.link: Link | None = None
         self._on_full = on_full
         self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
@@ -73,7 +74,12 @@ class Recorder:
         self._begin()
 
     def begin_epoch(self, epoch: int) -> None:
-        """From the next update on, as this epoch, with nothing known to the shadow."""
+        """From the next update on, as this epoch, with nothing known to the shadow.
+
+        If the last epoch ended before the shadow had every block, it cannot replay as fast as training steps. Then all
+        blocks are anchored at once, which leaves it nothing to replay until it is whole.
+        """
+        self.at_once = self.epoch > 0 and bool(self._unanchored)
         self.epoch = epoch
         self.gap = False
         self._begin()
@@ -83,16 +89,22 @@ class Recorder:
         self._gradients: list[Digest] = []
         self._dirty: set[int] = set()  #: changed outside the optimizer in this step
         self._unanchored = list(self._mine)
+        self._settled = False  #: a step that counts in this epoch is closed, and later parts say only what changed
+        self._gap_told = False
+        self._audit_block, self._audit_entry, self._audit_offset = self.rank, 0, 0
+        self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        """The next part is complete in itself."""
         self._sent_members: list[Any] = [None] * len(self.shadowed.optimizers)
         self._sent_groups: list[bytes] | None = None
         self._sent_part_members: list[Any] | None = None
-        self._gap_told = False
-        self._audit_block, self._audit_entry, self._audit_offset = self.rank, 0, 0
         self.sidecars.forget()
 
     def all_anchored(self) -> None:
         """The shadow holds this very state: it was restored from there."""
         self._unanchored = []
+        self._settled = True
         self.watch.mark(range(len(self.shadowed.params)))
 
     def announce(self, step: int) -> None:
@@ -266,12 +278,16 @@ class Recorder:
         if self.link is not None and self.link.backlog > MAX_BACKLOG:
             self.gap = True
         if not self.gap:
-            chosen = self._choose_anchors(step, changed)
+            counts = self._counts(step)
+            chosen = self._choose_anchors(counts, changed)
             anchored = self._stage_anchors(chosen)
             self.gap = anchored is None
             if anchored is not None:
                 self._unanchored = [b for b in self._unanchored if b not in set(chosen)]
                 self._put_part(step, *anchored)
+                self._settled |= counts
+                if not self._settled:
+                    self._forget_sent()
         if self.gap and not self._gap_told:
             self._gap_told = True
             self.gaps += 1
@@ -314,19 +330,22 @@ class Recorder:
         self._sent_groups, self._sent_part_members = groups, members
         self._put(Batch(step, self.epoch, part=messages.encode(part), anchors=pieces, buffers=buffers))
 
-    def _choose_anchors(self, step: int, changed: set[int]) -> list[int]:
+    def _counts(self, step: int) -> bool:
+        """Is it known that this step is part of the epoch? Ranks begin at different steps, and the last decides."""
+        if self.link is None:
+            return False
+        epoch, first = self.link.anchoring
+        return epoch == self.epoch and step >= first
+
+    def _choose_anchors(self, counts: bool, changed: set[int]) -> list[int]:
         """Own blocks to send whole at the end of this step: those that must, then some that the shadow lacks."""
-        must = changed
-        allowed, budget = False, ANCHOR_BYTES_PER_STEP
-        if self.link is not None:
-            must = must | self.link.take_reanchor()
-            epoch, since = self.link.anchoring
-            allowed = epoch == self.epoch and step >= since
+        must = changed if self.link is None else changed | self.link.take_reanchor()
+        budget = ANCHOR_BYTES_PER_STEP
         lacking = set(self._unanchored)
         chosen = [b for b in self._mine if b in must and b not in lacking]
-        for block in self._unanchored if allowed else []:
+        for block in self._unanchored if counts else []:
             budget -= self.layout.blocks[block].nbytes
-            if budget < 0 and len(chosen) > 0:
+            if budget < 0 and chosen and not self.at_once:
                 break
             chosen.append(block)
         return chosen

@@ -103,7 +103,20 @@ class Rendezvous:
         self._channel: Channel | None = None
 
     def agree(self, attempt: Attempt, step: int | None, fresh: bool) -> Agreed:
-        """Raises Unreachable, Refused, StepNotFound or Mismatch; then nothing has changed but the fence."""
+        """Raises Unreachable, Refused, StepNotFound or Mismatch; then nothing has changed but the fence.
+
+        If the connection breaks, all begins again: the shadow knows this attempt, and each message is idempotent.
+        """
+        while True:
+            try:
+                return self._agree(attempt, step, fresh)
+            except Unreachable:
+                self.close()
+                if time.monotonic() + 0.5 > self._deadline:
+                    raise
+                time.sleep(0.2)
+
+    def _agree(self, attempt: Attempt, step: int | None, fresh: bool) -> Agreed:
         prepared = self._prepare(attempt, fresh)
         chosen = None if fresh else self._choose(prepared, step)
         if chosen is not None:

@@ -46,7 +46,7 @@ def connect(address: Address, timeout_s: float) -> Channel:
     try:
         sock = socket.create_connection(address, timeout_s)
     except OSError as error:
-        raise OSError(error.errno, f"cannot connect to {address}: {error.strerror or error}") from None
+        raise ConnectionError(f"cannot connect to {address}: {error.strerror or error}") from None
     tune(sock)
     return Channel(sock, str(address))
 
