@@ -42,6 +42,7 @@ class Layout:
     def __init__(self, spec: Spec) -> None:
         self.blocks: Sequence[Block] = spec.blocks
         self.world_size = spec.world_size
+        self.num_optimizers = len(spec.optimizers)
         self.replica_sets = [tuple(ranks) for ranks in spec.replica_sets]
         self._check(spec)
         self.slices: list[dict[int, Slice]] = [{} for _ in range(spec.world_size)]  #: per rank: block -> its slice

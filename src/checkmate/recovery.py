@@ -32,9 +32,8 @@ from .tensors import bytes_of, dtype_of
 from .transport.base import Channel, call, greet, refused
 from .transport.tcp import Address, connect, parse_address
 from .wire import messages
-from .wire.frames import Header, Kind, into_new_memory
+from .wire.frames import MAX_PART_BYTES, Header, Kind, into_new_memory
 from .wire.messages import Entry, Lease, Leased, Read, ReadSidecar, Sidecar
-
 
 log = logging.getLogger("checkmate")
 
@@ -82,12 +81,13 @@ class Reader:
         assert isinstance(address, Address)
         self._timeout_s = timeout_s
         self._channel = open_channel(address, "reader", token, timeout_s)
+        self._channel.limit_messages(MAX_PART_BYTES)
         try:
             self.leased = self._ask(Lease(run, step), Leased)
         except BaseException:
             self.close()
             raise
-        self.place = {held.block.fqn: i for i, held in enumerate(answer.held)}
+        self.place = {held.block.fqn: i for i, held in enumerate(self.leased.held)}
 
     def read(self, items: Iterable[Item]) -> None:
         """Fill each item's memory. Raises Unreachable if the shadow goes away or falls silent."""
@@ -108,7 +108,7 @@ class Reader:
         except OSError as error:
             raise Unreachable(f"reading step {self.leased.step} from {self._channel.peer}: {error}") from error
         finally:
-            self._channel.use_sink(into_new_memory())
+            self._channel.limit_messages(MAX_PART_BYTES)
 
     def _ask(self, request: messages.Control, expected: type[T]) -> T:
         try:
@@ -219,10 +219,13 @@ class ShadowReader(StorageReader):
         return self._reader
 
     def close(self) -> None:
-        """Give the lease back."""
+        """Give the lease back: while it lasts, the shadow keeps a copy of what training changes. Idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    def __del__(self) -> None:
+        self.close()
 
     # ------------------------------------------------------------ StorageReader
 

@@ -12,213 +12,51 @@ the invariants, whose names begin the text of a `Violation`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import fields
 from typing import Any
 
-from checkmate.layout import Layout
+from checkmate.errors import ProtocolError
 from checkmate.shadow.partition import (
-    RING_STEPS, Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze, Partition, Phase, Slot, Verdict,
+    RING_STEPS,
+    Acknowledge,
+    Apply,
+    AskAnchors,
+    AskResume,
+    Drop,
+    Effect,
+    Freeze,
+    Partition,
+    Phase,
+    Slot,
+    Verdict,
 )  # fmt: skip
-from checkmate.wire.frames import Header, Kind
-from checkmate.wire.messages import Anchor, Block, Entry, Fingerprint, Part, Spec, Update
+from checkmate.wire.frames import Kind
+from checkmate.wire.messages import Part
 from checkmate.wire.ranges import RangeSet
 
-CELL = 64
+from .ranks import CELL, Buffer, Case, Frame, Key, Rank, closes
+
 Event = tuple[str, int]
-Key = tuple[Kind, int, int]
+FAULTS = frozenset(("gap", "cut", "restart", "fail"))
+#: So many steps without a fault are enough to be whole again.
+CALM_STEPS = 6
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
 
 
+INVARIANTS = frozenset(
+    ("order", "recovery never falls", "truth", "received exactly", "one step", "complete record", "gate", "effects",
+     "dropped last", "memory", "ring", "epochs", "no refusal", "nobody waits for ever")
+)  # fmt: skip
+
+
 def require(holds: bool, invariant: str, *details: object) -> None:
     if not holds:
+        assert invariant in INVARIANTS
         raise Violation(f"{invariant}: {' '.join(map(str, details))}")
-
-
-def layout(*cells: int, ranks: int = 2) -> Layout:
-    """One replica set; each block so many cells long."""
-    blocks = [Block(f"b{i}", "uint8", 1, [0], [n * CELL], [n * CELL]) for i, n in enumerate(cells)]
-    return Layout(Spec(ranks, [list(range(ranks))], blocks, [], Fingerprint("", "", 1, False, "cpu")))
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """What may happen. Budgets of faults count over all ranks."""
-
-    layout: Layout
-    steps: int = 2  #: that training closes
-    start: str = "streaming"  #: at step 0; or "anchoring" step 0; or "unknown" to the shadow
-    gaps: int = 0  #: how often a rank's staging is full
-    cuts: int = 0  #: how often a rank loses its connections
-    restarts: int = 0  #: how often the shadow dies and comes back empty
-    failures: int = 0  #: how often a step cannot be applied
-    gated: bool = False
-    chunk: int = 1 << 20  #: longest payload
-    updates: Callable[[int], tuple[tuple[int, ...], ...]] | None = None  #: per step: the blocks of each update
-    partition: type[Partition] = Partition
-    complete_once: bool = False  #: mutant: a complete record comes with the first step of an epoch only
-    trusts_sent: bool = False  #: mutant: what is sent counts as delivered
-
-    def blocks_of(self, step: int) -> tuple[tuple[int, ...], ...]:
-        if step == 0:
-            return ()
-        return self.updates(step) if self.updates else (tuple(range(len(self.layout.blocks))),)
-
-    def owned(self, rank: int) -> tuple[int, ...]:
-        return tuple(b for b, owner in enumerate(self.layout.owners) if owner == rank)
-
-
-# ---------------------------------------------------------------- what ranks send
-
-
-@dataclass(frozen=True, eq=False)
-class Frame:
-    header: Header
-    part: Part | None = None
-
-    @property
-    def buffer(self) -> Key:
-        h = self.header
-        return (h.kind, h.block, h.update if h.kind is Kind.GRAD else h.entry)
-
-    @property
-    def cells(self) -> range:
-        return range(self.header.offset // CELL, -(-(self.header.offset + self.header.length) // CELL))
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    epoch: int
-    step: int
-    frames: tuple[Frame, ...]
-
-
-def _part_frame(part: Part) -> Frame:
-    return Frame(Header(Kind.PART, 1, rank=part.rank, epoch=part.epoch, step=part.step), part)
-
-
-@lru_cache(None)
-def begins(rank: int, epoch: int, step: int) -> Batch:
-    return Batch(epoch, step, (_part_frame(Part(rank, step, epoch, begins=True)),))
-
-
-@lru_cache(None)
-def closes(case: Case, rank: int, epoch: int, step: int, anchors: tuple[int, ...], complete: bool, gap: bool) -> Batch:
-    """Everything that a rank puts for one step. At a gap, the first update was kept before memory ran out."""
-
-    def pieces(kind: Kind, block: int, update: int, entry: int, offset: int, nbytes: int) -> Iterator[Frame]:
-        for at in range(offset, offset + nbytes, case.chunk):
-            length = min(case.chunk, offset + nbytes - at)
-            yield Frame(Header(kind, length, b"", rank, epoch, step, block, update, entry, at))
-
-    slices, updates = case.layout.slices[rank], case.blocks_of(step)
-    frames: list[Frame] = []
-    for number, blocks in enumerate(updates[:1] if gap else updates):
-        for b in blocks:
-            if b in slices:
-                frames += pieces(Kind.GRAD, b, number, 0, slices[b].offset, slices[b].nbytes)
-    listed = [] if gap else [Update(0, list(blocks), 0) for blocks in updates]
-    described = []
-    for b in anchors:
-        nbytes = case.layout.blocks[b].nbytes
-        described.append(Anchor(b, 0, [Entry("", "uint8", [nbytes], nbytes), Entry("step", "uint8", [4], 4)], b""))
-    sidecar = {"now": b"", "constant": b""} if complete else {"now": b""}
-    frames.append(_part_frame(Part(rank, step, epoch, gap=gap, updates=listed, anchors=described, sidecar=sidecar)))
-    for anchor in described:
-        for number, entry in enumerate(anchor.entries):
-            frames += pieces(Kind.ANCHOR, anchor.block, 0, number, 0, entry.nbytes)
-    return Batch(epoch, step, tuple(frames))
-
-
-class Rank:
-    """One rank's recorder and link. Fields are immutable, so that a copy is cheap."""
-
-    __slots__ = (
-        "ack", "batches", "connected", "epoch", "first", "fresh", "gap", "inbox", "incoming", "life", "number", "step",
-        "unanchored", "wanted", "wire",
-    )  # fmt: skip
-
-    def __init__(self, number: int, epoch: int, life: int) -> None:
-        self.number, self.epoch, self.life = number, epoch, life
-        self.step = 0
-        self.wanted = epoch  #: the epoch that the shadow asked for; taken up between two steps
-        self.gap = False
-        self.fresh = False
-        self.unanchored: tuple[int, ...] = ()
-        self.first = (0, 0)  #: an epoch and its first step, as the shadow said: anchors count from there on
-        self.batches: tuple[Batch, ...] = ()  #: kept until stable
-        self.connected = False
-        self.wire: tuple[Frame, ...] = ()  #: on their way to the shadow
-        self.incoming: tuple[Frame, Buffer | None] | None = None  #: its header has come, its payload is coming
-        self.inbox: tuple[tuple[str, int, int], ...] = ()  #: Resume and Anchoring, on their way here
-        self.ack: tuple[int, int] | None = None  #: epoch and stable step of the newest Ack on its way here
-
-    def copy(self) -> Rank:
-        other = object.__new__(Rank)
-        for name in Rank.__slots__:
-            setattr(other, name, getattr(self, name))
-        return other
-
-    def close(self, case: Case, gap: bool) -> None:
-        """Close the next step, then take up a new epoch if one is wanted."""
-        self.step += 1
-        if not self.gap:
-            self.gap = gap
-            known = self.first[0] == self.epoch
-            anchors = self.unanchored[:1] if known and self.step >= self.first[1] and not gap else ()
-            self.unanchored = tuple(b for b in self.unanchored if b not in anchors)
-            complete = self.fresh if case.complete_once else not known or self.step <= self.first[1]
-            self.fresh = False
-            self.put(case, closes(case, self.number, self.epoch, self.step, anchors, complete, gap))
-        if self.wanted > self.epoch:
-            self.epoch, self.gap, self.fresh = self.wanted, False, case.complete_once
-            self.unanchored = case.owned(self.number)
-            self.put(case, begins(self.number, self.epoch, self.step))
-
-    def put(self, case: Case, batch: Batch) -> None:
-        if batch.epoch >= self.wanted:
-            if not (case.trusts_sent and self.connected):
-                self.batches += (batch,)
-            if self.connected:
-                self.wire += batch.frames
-
-    def want(self, epoch: int) -> None:
-        if epoch > self.wanted:
-            self.wanted = epoch
-            self.batches = tuple(b for b in self.batches if b.epoch >= epoch)
-
-    def hear(self) -> None:
-        (kind, epoch, step), self.inbox = self.inbox[0], self.inbox[1:]
-        if kind == "resume":
-            self.want(epoch)
-        else:
-            self.first = (epoch, step)
-
-    def hear_ack(self) -> None:
-        assert self.ack is not None
-        (epoch, stable), self.ack = self.ack, None
-        self.batches = tuple(b for b in self.batches if b.epoch != epoch or b.step > stable)
-
-    def cut(self) -> None:
-        self.connected, self.wire, self.incoming, self.inbox, self.ack = False, (), None, (), None
-
-
-# ---------------------------------------------------------------- one moment
-
-
-class Buffer:
-    """Memory of one gradient or anchor, in its place (step, key) or free (None). A cell is 1 if it holds what that needs."""
-
-    __slots__ = ("cells", "place")
-
-    def __init__(self, place: object, cells: bytes | bytearray) -> None:
-        self.place = place
-        self.cells = bytearray(cells)
 
 
 class World:
@@ -226,7 +64,10 @@ class World:
         self.case = case
         self.transitions = set() if transitions is None else transitions  #: phase, event, next phase, effects
         self.gaps, self.cuts, self.restarts, self.failures = case.gaps, case.cuts, case.restarts, case.failures
+        self.limit = case.steps
         self.life = 0
+        self._shared = False
+        self._shadow_key: int | None = None
         self.partition: Partition | None = None
         self.buffers: dict[int, dict[Key, Buffer]] = {}
         self.seen = (0, -1)  #: epoch and step that the outside has seen received, and therefore calls stable
@@ -250,7 +91,7 @@ class World:
 
     def _empty(self) -> None:
         """The shadow's memory, as it begins."""
-        self.values: tuple[int | None, ...] = (None,) * len(self.case.layout.blocks)  #: the step that each block stands at
+        self.values: tuple[int | None, ...] = (None,) * len(self.case.layout.blocks)  #: per block, its step
         self.known: frozenset[int] = frozenset()  #: ranks whose complete record belongs to the state
         self.frozen = -1
         self.queue: tuple[Apply | Freeze, ...] = ()
@@ -258,43 +99,52 @@ class World:
         self.free: dict[int, list[Buffer]] = {b: [] for b in range(len(self.values))}
 
     def copy(self) -> World:
+        """Shares the shadow's side until something happens there."""
         other = object.__new__(World)
         other.__dict__.update(self.__dict__)
+        other.ranks = [rank.copy() for rank in self.ranks]
+        self._shared = other._shared = True
+        return other
+
+    def _touch(self) -> None:
+        """Something is about to happen at the shadow: what another moment shares with this one is copied."""
+        self._shadow_key = None
+        if not self._shared:
+            return
+        self._shared = False
         twins: dict[int, Buffer] = {}
 
         def twin(buffer: Buffer) -> Buffer:
             return twins.setdefault(id(buffer), Buffer(buffer.place, buffer.cells))
 
-        other.buffers = {s: {k: twin(b) for k, b in held.items()} for s, held in self.buffers.items()}
-        other.free = {b: [twin(x) for x in free] for b, free in self.free.items()}
-        other.ranks = [rank.copy() for rank in self.ranks]
-        for rank in other.ranks:
+        self.buffers = {s: {k: twin(b) for k, b in held.items()} for s, held in self.buffers.items()}
+        self.free = {b: [twin(x) for x in free] for b, free in self.free.items()}
+        for rank in self.ranks:
             if rank.incoming is not None and rank.incoming[1] is not None:
                 rank.incoming = (rank.incoming[0], twin(rank.incoming[1]))
         if self.partition is not None:
-            other.partition = _copy(self.partition)
-        return other
+            self.partition = _copy(self.partition)
 
-    def key(self) -> object:
-        places: dict[int, object] = {id(b): (n, i) for n, free in self.free.items() for i, b in enumerate(free)}
-
-        def place(incoming: tuple[Frame, Buffer | None] | None) -> object:
-            if incoming is None or incoming[1] is None:
-                return incoming
-            return (incoming[0], places.get(id(incoming[1]), incoming[1].place))
-
+    def key(self) -> int:
+        """Equal for moments from which the same may happen."""
+        if self._shadow_key is None:
+            places: dict[int, object] = {id(b): (n, i) for n, free in self.free.items() for i, b in enumerate(free)}
+            incoming = tuple(
+                r.incoming if r.incoming is None or r.incoming[1] is None
+                else (r.incoming[0], places.get(id(r.incoming[1]), r.incoming[1].place)) for r in self.ranks
+            )  # fmt: skip
+            self._shadow_key = hash((
+                incoming, tuple(map(len, self.free.values())),
+                frozenset((s, k, bytes(b.cells)) for s, held in self.buffers.items() for k, b in held.items()),
+                tuple((type(work), work.epoch, getattr(work, "step", None)) for work in self.queue),
+                self.values, self.known, self.frozen, None if self.partition is None else _key(self.partition),
+            ))  # fmt: skip
         ranks = tuple(
-            (r.step, r.epoch, r.wanted, r.life, r.gap, r.fresh, r.unanchored, r.first, r.batches, r.connected, r.wire,
-             r.inbox, r.ack, place(r.incoming)) for r in self.ranks
+            (r.step, r.epoch, r.wanted, r.life, r.gap, r.settled, r.at_once, r.unanchored, r.first, r.batches,
+             r.connected, r.wire, r.inbox, r.ack) for r in self.ranks
         )  # fmt: skip
-        buffers = tuple((s, k, bytes(b.cells)) for s, held in sorted(self.buffers.items()) for k, b in sorted(held.items()))
-        queue = tuple((type(work), work.epoch, getattr(work, "step", None)) for work in self.queue)
-        budgets = (self.gaps, self.cuts, self.restarts, self.failures)
-        partition = None if self.partition is None else _frozen(self.partition.__dict__)
-        return (
-            ranks, buffers, tuple(map(len, self.free.values())), queue, self.values, self.known, self.frozen, self.seen,
-            self.life, budgets, partition,
-        )  # fmt: skip
+        budgets = (self.limit, self.gaps, self.cuts, self.restarts, self.failures)
+        return hash((ranks, budgets, self.seen, self.life, self._shadow_key))
 
     # ------------------------------------------------------------ what may happen
 
@@ -313,7 +163,7 @@ class World:
                 yield "ack", number
             if not rank.connected:
                 yield "connect", number
-            if rank.step == slowest < self.case.steps:  # all ranks take part in each step
+            if rank.step == slowest < self.limit:  # all ranks take part in each step
                 yield "close", number
                 if self.gaps and not rank.gap:
                     yield "gap", number
@@ -337,7 +187,16 @@ class World:
 
     def do(self, event: Event) -> bool:
         """Make it happen. False: it has to wait, and nothing has changed."""
+        try:
+            return self._do(event)
+        except ProtocolError as error:
+            require(False, "no refusal", error)
+            raise AssertionError from error
+
+    def _do(self, event: Event) -> bool:
         name, number = event
+        if name not in ("close", "gap", "hear", "ack", "see"):
+            self._touch()
         rank = self.ranks[number]
         match name:
             case "close":
@@ -372,8 +231,37 @@ class World:
                 self._empty()
                 for each in self.ranks:
                     each.cut()
-        self.check()
+        self._settle()
         return True
+
+    def _settle(self) -> None:
+        if not (self.cuts or self.restarts):  # nothing will be sent again, so what ranks keep makes no difference
+            for rank in self.ranks:
+                if rank.connected:
+                    rank.batches, rank.ack = (), None
+        if self._shadow_key is None:
+            self.check()
+
+    def calm(self, backwards: bool = False) -> bool:
+        """Something that is no fault happens; training goes on once nothing else does. False: it is over."""
+        events = [event for event in self.events() if event[0] not in FAULTS and event[0] != "close"]
+        if any(self.do(event) for event in (reversed(events) if backwards else events)):
+            return True
+        slowest = min(self.ranks, key=lambda rank: rank.step)
+        if slowest.step == self.limit:
+            if self.limit == self.case.steps + CALM_STEPS:
+                return False
+            self.limit += 1
+        return self.do(("close", slowest.number))
+
+    def require_protected(self) -> None:
+        """After calm: every step that was closed is safe."""
+        p, end = self.partition, self.limit
+        assert p is not None
+        protected = p.phase is Phase.STREAMING and p.recovery == p.applied_step == end and set(self.values) == {end}
+        streaming = all(rank.connected and not rank.gap for rank in self.ranks)
+        where = f"{p.phase.value}, {p.received} received, {p.recovery} safe, {p.missing}"
+        require(protected and streaming, "nobody waits for ever", f"step {end} is closed; {where}")
 
     def _connect(self, rank: Rank) -> None:
         """`Run.join`, then what `Link` makes of the answer."""
@@ -391,7 +279,7 @@ class World:
         rank.inbox = (("anchoring", p.epoch, p.first),) if p.phase is Phase.ANCHORING else ()
         rank.ack = (p.epoch, p.stable)
         rank.want(p.epoch)
-        rank.batches = tuple(b for b in rank.batches if b.epoch >= p.epoch and b.step > p.received)
+        rank.batches = tuple(b for b in rank.batches if not b.void(p.epoch, p.received))
         rank.wire = tuple(frame for batch in rank.batches for frame in batch.frames)
 
     def _frame(self, rank: Rank) -> bool:
@@ -412,7 +300,7 @@ class World:
             for cell in frame.cells:
                 buffer.cells[cell] = 0  # bytes come one by one
             rank.incoming = (frame, buffer)
-        self.check()
+        self._settle()
         return True
 
     def _buffer(self, frame: Frame) -> Buffer:
@@ -429,7 +317,7 @@ class World:
         assert rank.incoming is not None
         (frame, buffer), rank.incoming = rank.incoming, None
         if buffer is not None:
-            right = buffer.place == (frame.header.step, frame.buffer)  # else it has been given to another step meanwhile
+            right = buffer.place == (frame.header.step, frame.buffer)  # else another step has it by now
             for cell in frame.cells:
                 buffer.cells[cell] = right
             self._tell("arrived", lambda p: p.arrived(frame.header))
@@ -460,8 +348,13 @@ class World:
         self.failures -= 1
         work, self.queue = self.queue[0], self.queue[1:]
         assert isinstance(work, Apply)
+        void = [work, *(w for w in self.queue if isinstance(w, Apply) and w.epoch == work.epoch)]
+        self.queue = tuple(w for w in self.queue if w not in void)
         self.values, self.known = (None,) * len(self.values), frozenset()
-        self._tell("lost", lambda p: p.lost(work.epoch, work.step, self.frozen, "it cannot be applied"))
+        for each in void:
+            self._free(each.step)
+        event = "lost" if self.partition is not None and work.epoch == self.partition.epoch else "older lost"
+        self._tell(event, lambda p: p.lost(work.epoch, self.frozen, "it cannot be applied"))
 
     @staticmethod
     def _whole(values: tuple[int | None, ...]) -> bool:
@@ -503,41 +396,43 @@ class World:
                     self.queue += (effect,)
                 case Freeze():
                     require(effect.epoch == epoch, "effects", effect, "in epoch", epoch)
-                    require(
-                        self.seen[0] != epoch or self.seen[1] <= stable, "gate", f"step {self.seen} was called stable"
-                    )
+                    called = self.seen[1] if self.seen[0] == epoch else -1
+                    require("lost" in event or called <= stable, "gate", f"step {called} was called stable already")
                     epoch, stable = p.epoch, -1
                     self.queue += (effect,)
                 case Drop(step):
                     held = step in p._slots or (step in {w.step for w in self.queue if isinstance(w, Apply)})
                     require(not held, "dropped last", f"step {step}")
-                    for key, buffer in self.buffers.pop(step, {}).items():
-                        buffer.place = None
-                        if key[0] is Kind.GRAD:
-                            self.free[key[1]].append(buffer)
-                case AskResume() | AskAnchors():
-                    message = (
-                        ("resume", effect.epoch, 0)
-                        if isinstance(effect, AskResume)
-                        else ("anchoring", effect.epoch, effect.step)
-                    )
-                    require(effect.epoch == (epoch if isinstance(effect, AskAnchors) else p.epoch), "effects", effect, "in epoch", epoch)
-                    if isinstance(effect, AskAnchors):
-                        stable = effect.step - 1
-                    for rank in self.ranks:
-                        if rank.connected:
-                            rank.inbox += (message,)
+                    self._free(step)
+                case AskResume():
+                    require(effect.epoch == epoch == p.epoch, "effects", effect, "in epoch", epoch)
+                    self._send("resume", effect.epoch, 0)
+                case AskAnchors():
+                    require(effect.epoch == epoch, "effects", effect, "in epoch", epoch)
+                    stable = effect.step - 1
+                    self._send("anchoring", effect.epoch, effect.step)
                 case Acknowledge():
                     require((epoch, stable) == (p.epoch, p.stable), "effects", f"{p.stable} acknowledged, not queued")
                     for rank in self.ranks:
                         if rank.connected:
                             rank.ack = (p.epoch, p.stable)
         require((epoch, stable) == (p.epoch, p.stable), "effects", f"{p.stable} is stable, but not queued")
-        if event != "lost":
+        if "lost" not in event:
             require(p.recovery >= recovery, "recovery never falls", f"from {recovery} to {p.recovery}")
         names = [type(effect).__name__ for effect in effects]
         runs = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
         self.transitions.add((phase.value, event, p.phase.value, ", ".join(runs)))
+
+    def _send(self, kind: str, epoch: int, step: int) -> None:
+        for rank in self.ranks:
+            if rank.connected:
+                rank.inbox += ((kind, epoch, step),)
+
+    def _free(self, step: int) -> None:
+        for key, buffer in self.buffers.pop(step, {}).items():
+            buffer.place = None
+            if key[0] is Kind.GRAD:
+                self.free[key[1]].append(buffer)
 
     def _require_bytes(self, step: int, parts: dict[int, Part]) -> None:
         """Everything that these parts list is in its buffer."""
@@ -567,10 +462,8 @@ class World:
                 self._require_bytes(work.step, work.parts)
         resuming = p.phase is Phase.RESUMING
         for step, slot in p._slots.items():
-            if resuming:
-                require(step < min(p._starts.values()) + RING_STEPS, "ring", step, p._starts)
-            else:
-                require(p.stable < step <= p.applied_step + RING_STEPS, "ring", step, p.stable, p.applied_step)
+            oldest, newest = (p.first - 1, p.first - 1) if resuming else (p.stable, p.applied_step)
+            require(oldest < step <= newest + RING_STEPS, "ring", f"step {step}, {oldest} to {newest}")
             if not resuming and step <= p.received:
                 self._require_bytes(step, slot.parts)
         live = set(p._slots) | {work.step for work in self.queue if isinstance(work, Apply)}
@@ -584,41 +477,38 @@ class World:
 
 def _copy(value: Any) -> Any:
     """A copy of everything in a Partition that may change."""
-    match value:
-        case Partition():
-            other = object.__new__(type(value))
-            other.__dict__.update({name: _copy(field) for name, field in value.__dict__.items()})
-            return other
-        case dict():
-            return {key: _copy(item) for key, item in value.items()}
-        case set():
-            return set(value)
-        case list():
-            return list(value)
-        case Slot():
-            return Slot(*(_copy(getattr(value, name)) for name in Slot.__slots__))
-        case RangeSet():
-            other = RangeSet()
-            other._starts, other._stops = list(value._starts), list(value._stops)
-            return other
-        case _:
-            return value
+    kind = type(value)
+    if kind is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    if kind is set or kind is list:
+        return kind(value)
+    if kind is Slot:
+        return Slot(*[_copy(getattr(value, name)) for name in SLOT])
+    if kind is RangeSet:
+        other = RangeSet()
+        other._starts, other._stops = list(value._starts), list(value._stops)
+        return other
+    if isinstance(value, Partition):
+        twin = object.__new__(kind)
+        twin.__dict__.update({name: _copy(item) for name, item in value.__dict__.items()})
+        return twin
+    return value
 
 
-def _frozen(value: Any) -> Any:
+SLOT = [field.name for field in fields(Slot)]
+
+
+def _key(value: Any) -> Any:
     """A Partition's fields as something hashable. What is only for people, or never changes, is left out."""
-    match value:
-        case dict():
-            return tuple(sorted((key, _frozen(item)) for key, item in value.items() if key not in ("newest", "layout")))
-        case set():
-            return frozenset(value)
-        case Slot():
-            return tuple(_frozen(getattr(value, name)) for name in Slot.__slots__)
-        case RangeSet():
-            return tuple(value)
-        case Part():
-            return id(value)  # `closes` makes equal ones but once
-        case Phase():
-            return value.value
-        case _:
-            return value
+    kind = type(value)
+    if kind is dict:
+        return frozenset([(key, _key(item)) for key, item in value.items()])
+    if kind is set:
+        return frozenset(value)
+    if kind is Slot:
+        return (frozenset(map(id, value.parts.values())), _key(value.ranges))  # the rest follows from these
+    if kind is RangeSet:
+        return (*value._starts, *value._stops)
+    if isinstance(value, Partition):
+        return tuple([_key(item) for name, item in value.__dict__.items() if name not in ("newest", "layout")])
+    return value

@@ -9,11 +9,13 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from socket import SHUT_WR
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkmate import values
 from checkmate.errors import Refused
 from checkmate.transport.base import Channel, call, greet
 from checkmate.transport.memory import Faults, MemoryStream
@@ -68,8 +70,8 @@ def last_word(channel: Channel) -> m.Refusal | None:
 SPECS = st.builds(
     m.Spec, st.just(1), st.sampled_from([[[0]], [], [[0, 5]]]),
     st.lists(
-        st.builds(m.Block, st.just("w"), st.sampled_from(["float32", "load", "int8"]), st.sampled_from([1, 4]), st.just([0]),
-                  st.sampled_from([[3], [2**62]]), st.just([3])),
+        st.builds(m.Block, st.just("w"), st.sampled_from(["float32", "load", "int8"]), st.sampled_from([1, 4]),
+                  st.just([0]), st.sampled_from([[3], [2**62]]), st.just([3])),
         max_size=2,
     ),
     st.lists(
@@ -91,7 +93,7 @@ SAID = st.one_of(
     st.builds(m.Read, st.lists(st.tuples(*[st.sampled_from([0, 1, 160, 2**62])] * 4), max_size=3)),
     st.builds(m.ReadSidecar, st.integers(0, 9)),
     st.builds(m.Remove, st.just("other")),
-    st.sampled_from([m.Ping(1), m.Pong(), m.GetStatus(), m.Stable(1, 1), m.Audit(0, []), m.Ack(1, 1, 1, 1, 1), m.Done()]),
+    st.sampled_from([m.Ping(1), m.Pong(), m.GetStatus(), m.Stable(1, 1), m.Audit(0, []), m.Ack(1, 1, 1, 1, 1)]),
 )  # fmt: skip
 FRAMES = st.builds(
     lambda kind, payload, block: encode(Header(kind, len(payload), NOBODY.id, step=1, block=block), payload),
@@ -111,9 +113,8 @@ def sendings(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(role=st.none() | st.sampled_from(ROLES), data=sendings(), chunk=st.sampled_from([0, 1, 7]))
-def test_strangers_leave_nothing_behind(
-    shadow: Served, rank: Rank, role: str | None, data: bytes, chunk: int
-) -> None:
+def test_strangers_leave_nothing_behind(shadow: Served, rank: Rank, role: str | None, data: bytes, chunk: int) -> None:
+    shadow.settle(keep=2)
     threads = threading.active_count()
     stream = shadow.open()
     if role is not None:
@@ -138,6 +139,32 @@ def test_strangers_leave_nothing_behind(
     rank.await_applied()
     if rank.step % 10 == 0:
         rank.check()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spec=SPECS, prepared=st.booleans(), step=st.sampled_from([None, None, 0]))
+def test_spec_is_taken_or_refused_and_changes_nothing_then(
+    shadow: Served, spec: m.Spec, prepared: bool, step: int | None
+) -> None:
+    channel = shadow.greeted("control")
+    if prepared:
+        answer = call(channel, m.Prepare("other", m.Attempt(bytes(16), "h", 1)), PATIENCE_S)
+        assert isinstance(answer, m.Prepared)
+        channel.send(m.Adopt("other", answer.incarnation, step, spec))
+    else:
+        channel.send(m.Join("other", NOBODY, 0, 1, 1, 1, spec))
+    said = channel.message()
+    run = shadow.daemon.runs.get("other")
+    if isinstance(said, m.Refusal):
+        assert run is None or (run.partition, run.state, run.frozen) == (None, None, None)
+    else:
+        assert isinstance(said, (m.Adopted, m.Joined)), said
+    channel.close()
+    shadow.settle()
+    assert ("other" in shadow.daemon.runs) is not isinstance(said, m.Refusal)
+    if "other" in shadow.daemon.runs:
+        shadow.daemon._remove("other", force=True)
+    assert not shadow.errors.found, shadow.errors.found[0]
 
 
 @pytest.mark.parametrize("count", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1])
@@ -169,7 +196,7 @@ def test_length_that_is_claimed_and_never_sent_takes_no_memory(shadow: Served, r
     tracemalloc.start()
     for channel in channels:
         pour(channel.stream, encode_header(Header(Kind.CONTROL, 64 << 20), 0) + bytes(1000))  # type: ignore[arg-type]
-    rank.data.stream.sendmsg([encode_header(Header(Kind.PART, 64 << 20, rank.me.id, 0, rank.epoch, 1), 0)])
+    rank.data.stream.sendmsg([encode_header(Header(Kind.PART, 1 << 30, rank.me.id, 0, rank.epoch, 1), 0)])
     time.sleep(0.2)
     assert tracemalloc.get_traced_memory()[1] < 2 * len(channels) * FIRST_BYTES + 4 * MAX_BULK_BYTES
     tracemalloc.stop()
@@ -215,6 +242,48 @@ def test_damaged_frames_are_as_if_never_sent(
     shadow.settle(keep=2)
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"updates": [m.Update(1, [0], 7, Rank.GROUPS)]},
+        {"updates": [m.Update(0, [1], 7, Rank.GROUPS)]},
+        {"updates": [m.Update(0, [0, 0], 7, Rank.GROUPS)]},
+        {"updates": [m.Update(0, [0], 7, Rank.GROUPS[:-1])]},
+        {"updates": [m.Update(0, [0], 7, values.dumps([7]))]},
+        {"updates": [m.Update(0, [0], 7, Rank.GROUPS, [[3]])]},
+        {"members": []},
+        {"members": [[[0]], [[0]]]},
+        {"members": [[[0, 1]]]},
+        {"groups": [Rank.GROUPS, Rank.GROUPS]},
+        {"groups": [b"none"]},
+        {"anchors": [m.Anchor(1, 0, [m.Entry("", "float32", [40], 160)], b"")]},
+        {"anchors": [m.Anchor(0, 0, [m.Entry("", "float32", [39], 156)], values.dumps({}))]},
+        {"anchors": [m.Anchor(0, 2, [m.Entry("", "float32", [40], 160)], values.dumps({}))]},
+        {"anchors": [m.Anchor(0, 0, [m.Entry("", "float32", [40], 160)], values.dumps([]))]},
+        {"anchors": [m.Anchor(0, 0, [m.Entry("", "float32", [40], 160)] * 2, values.dumps({}))]},
+        {"rank": 1},
+        {"step": 9},
+        {"epoch": 99},
+    ],
+)  # fmt: skip
+def test_part_that_cannot_be_applied_costs_its_connection_and_not_the_state(
+    shadow: Served, rank: Rank, spoilt: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    frames = rank.train()
+    fields = {"rank": 0, "step": 1, "epoch": rank.epoch, "updates": [m.Update(0, [0], 7, Rank.GROUPS)], **spoilt}
+    rank.send([*frames[:2], rank.frame(Kind.PART, m.encode(m.Part(**fields)))])
+    refusal = last_word(rank.data)
+    assert refusal is not None
+    assert refusal.kind == "usage"
+    rank.data.close()
+    shadow.settle(keep=1)
+    assert [record.message for record in caplog.records] == [f"closing the connection from peer: {refusal.reason}"]
+    rank.attach()
+    rank.send(frames)
+    rank.await_applied()
+    rank.check()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_reset_at_any_byte_of_a_step_is_repaired_by_sending_again(shadow: Served, rank: Rank, seed: int) -> None:
     chance = random.Random(seed)
@@ -228,6 +297,7 @@ def test_reset_at_any_byte_of_a_step_is_repaired_by_sending_again(shadow: Served
         greet(channel, "data", None)
         pour(channel.stream, greeting + b"".join(frames))  # type: ignore[arg-type]
         channel.close()
+        shadow.settle(keep=1)  # else it may yet take the place of the next
         rank.attach()
         rank.send(frames)
         rank.await_applied()
@@ -321,5 +391,3 @@ def test_without_the_token_nobody_gets_past_the_greeting(token: bytes | None) ->
         with pytest.raises((Refused, OSError)):
             call(Channel(shadow.open()), m.GetStatus(), PATIENCE_S)
         assert isinstance(call(shadow.greeted("admin", b"the token"), m.GetStatus(), PATIENCE_S), m.Status)
-        for thread in shadow.threads[-1:]:
-            assert thread.is_alive()

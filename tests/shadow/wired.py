@@ -38,10 +38,12 @@ class Served:
         self.daemon = Daemon(token=token)
         self.errors = Errors()
         self.threads: list[threading.Thread] = []
+        self.streams: list[MemoryStream] = []
 
     def open(self, there: Faults | None = None, back: Faults | None = None) -> MemoryStream:
         ours, theirs = pair(1 << 16, there, back)
         ours.settimeout(PATIENCE_S)
+        self.streams.append(ours)
         self.threads.append(threading.Thread(target=self.daemon.handle, args=(theirs, "peer")))
         self.threads[-1].start()
         return ours
@@ -67,9 +69,11 @@ def served(token: bytes | None = None) -> Iterator[Served]:
     logging.getLogger("checkmate.shadow").addHandler(shadow.errors)
     try:
         yield shadow
-        for run in list(shadow.daemon.runs.values()):
-            run.remove(force=True)
+        for stream in shadow.streams:
+            stream.close()
         shadow.settle()
+        for name in list(shadow.daemon.runs):
+            shadow.daemon._remove(name, force=True)
         for thread in set(threading.enumerate()) - before:
             thread.join(PATIENCE_S)
         assert set(threading.enumerate()) <= before
@@ -79,7 +83,7 @@ def served(token: bytes | None = None) -> Iterator[Served]:
 
 
 class Rank:
-    """The only rank of a run with one small parameter under SGD with momentum, and what the shadow must come to hold."""
+    """The only rank of a run of one small parameter under SGD with momentum, and what the shadow must come to hold."""
 
     GROUPS = values.dumps([{"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0,
                             "maximize": False, "foreach": None, "differentiable": False, "fused": None}])  # fmt: skip
@@ -131,7 +135,11 @@ class Rank:
         self.optimizer.step()
         data = bytes(bytes_of(grad))
         part = m.Part(
-            0, self.step, self.epoch, updates=[m.Update(0, [0], 7, self.GROUPS)], sidecar={"rng": str(self.step).encode()}
+            0,
+            self.step,
+            self.epoch,
+            updates=[m.Update(0, [0], 7, self.GROUPS)],
+            sidecar={"rng": str(self.step).encode()},
         )
         return [
             self.frame(Kind.GRAD, data[:64]),

@@ -19,6 +19,7 @@ from checkmate.wire.frames import (
     HEADER_BYTES,
     MAX_BULK_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_PART_BYTES,
     Frame,
     FrameReceiver,
     Header,
@@ -56,7 +57,7 @@ def frames() -> st.SearchStrategy[bytes]:
     return st.builds(lambda h, p: encode(h._replace(length=len(p)), p), headers(), st.binary(max_size=200))
 
 
-def receiver(limit_bytes: int = MAX_MESSAGE_BYTES) -> FrameReceiver:
+def receiver(limit_bytes: int = MAX_PART_BYTES) -> FrameReceiver:
     return FrameReceiver(into_new_memory(limit_bytes))
 
 
@@ -141,8 +142,8 @@ def rebuilt(**fields: Any) -> bytes:
         (rebuilt(kind=0), "unknown frame kind 0"),
         (rebuilt(kind=6), "unknown frame kind 6"),
         (rebuilt(length=MAX_BULK_BYTES + 1), "longer than the 1048576 bytes allowed"),
-        (rebuilt(kind=3, length=MAX_MESSAGE_BYTES + 1), "longer than the 67108864 bytes allowed"),
-        (rebuilt(kind=4, length=2**32 - 1), "longer than the 67108864 bytes allowed"),
+        (rebuilt(kind=3, length=MAX_PART_BYTES + 1), "longer than the 1073741824 bytes allowed"),
+        (rebuilt(kind=4, length=2**32 - 1), "longer than the 1073741824 bytes allowed"),
         (rebuilt()[:-1] + b"\0", "header checksum mismatch"),
     ],
 )
@@ -174,6 +175,8 @@ def test_payload_beyond_the_receivers_own_limit_is_refused_before_it_comes() -> 
     assert len(list(feed(fed, encode(Header(Kind.CONTROL, 100), bytes(100))))) == 1
     with pytest.raises(ProtocolError, match="longer than the 100 bytes allowed here"):
         list(feed(fed, encode_header(Header(Kind.CONTROL, 101), 0)))
+    with pytest.raises(ProtocolError, match="longer than the 67108864 bytes allowed here"):
+        list(feed(FrameReceiver(into_new_memory()), encode_header(Header(Kind.CONTROL, MAX_MESSAGE_BYTES + 1), 0)))
 
 
 # ---------------------------------------------------------------- receiving
@@ -212,7 +215,7 @@ def test_long_message_is_whole_however_its_memory_grew(length: int) -> None:
 def test_memory_follows_the_bytes_that_came_and_not_the_header() -> None:
     fed, chunk = receiver(), bytes(50_000)
     tracemalloc.start()
-    assert not list(feed(fed, encode_header(Header(Kind.PART, MAX_MESSAGE_BYTES), 0)))
+    assert not list(feed(fed, encode_header(Header(Kind.PART, MAX_PART_BYTES), 0)))
     assert tracemalloc.get_traced_memory()[1] < 2 * FIRST_BYTES
     for _ in range(20):
         assert not list(feed(fed, chunk))

@@ -46,7 +46,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (m.Prepared(ME, [4, 300], 2, None), f"{ME_HEX} 9204cd012c 02 c0"),
     (m.Adopt("r", ME, None, SPEC), f"a172 {ME_HEX} c0 {SPEC_HEX}"),
     (m.Adopted(1, 2**40, FINGERPRINT), f"01 cf0000010000000000 {FINGERPRINT_HEX}"),
-    (m.Join("r", ME, 0, 1, 2, 3), f"a172 {ME_HEX} 00 01 02 03 c0"),
+    (m.Join("r", ME, 0, 1, 2, 3), f"a172 {ME_HEX} 00 01 02 03 c0 c0"),
     (m.Joined(1, 2, -1), "01 02 ff c3"),
     (m.Attach("r", ME, 1, 2), f"a172 {ME_HEX} 01 02"),
     (m.Ack(1, 9, 8, 7, -1), "01 09 08 07 ff"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import CheckmateError, UsageError
 from .shadow import read_token
 from .status import Address, AsJson, TokenFile
 
@@ -42,23 +43,29 @@ def export(
     from ..shadow.daemon import release
 
     partial = to.with_name(f".{to.name}.partial-{os.getpid()}")
-    with Reader(address, run, step, token=read_token(token_file), timeout_s=timeout) as reader:
-        partial.mkdir(parents=True)
-        write = _write_dcp if format is Format.dcp else _write_torch
-        write(reader, partial)
-        facts = {
-            "run": reader.leased.run,
-            "step": reader.leased.step,
-            "format": format.value,
-            "world_size": reader.leased.world_size,
-            "tensors": sum(len(held.entries) for held in reader.leased.held),
-            "bytes": sum(entry.nbytes for held in reader.leased.held for entry in held.entries),
-            "written_by": release(),
-        }
-    (partial / "checkmate.json").write_text(json.dumps(facts, indent=1))
-    _sync(partial)
-    partial.rename(to)
-    _sync(to.parent)
+    try:
+        with Reader(address, run, step, token=read_token(token_file), timeout_s=timeout) as reader:
+            partial.mkdir(parents=True)
+            write = _write_dcp if format is Format.dcp else _write_torch
+            write(reader, partial)
+            facts = {
+                "run": reader.leased.run,
+                "step": reader.leased.step,
+                "format": format.value,
+                "world_size": reader.leased.world_size,
+                "tensors": sum(len(held.entries) for held in reader.leased.held),
+                "bytes": sum(entry.nbytes for held in reader.leased.held for entry in held.entries),
+                "written_by": release(),
+            }
+        (partial / "checkmate.json").write_text(json.dumps(facts, indent=1))
+        _sync(partial)
+        partial.rename(to)
+        _sync(to.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, RuntimeError):  # what torch.save makes of a full disk
+            raise CheckmateError(f"cannot write {to}: {error}") from error
+        raise
     if as_json:
         print(json.dumps({**facts, "path": str(to)}))
     else:
@@ -109,13 +116,17 @@ def _write_dcp(reader: Any, folder: Path) -> None:
     import warnings
 
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     model, state = _state(reader)
     groups = [group for optimizer in reader.groups() for group in optimizer]
     tree = {"model": model, "optimizer": {"state": state, "param_groups": groups}, "step": reader.leased.step}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": this process is alone
-        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+        try:
+            dcp.save(tree, checkpoint_id=folder, no_dist=True)
+        except CheckpointException as error:  # a BaseException, which holds what went wrong on each rank
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def _write_torch(reader: Any, folder: Path) -> None:

@@ -36,7 +36,7 @@ def status(
     address: Address,
     as_json: AsJson = False,
     max_lag: Annotated[
-        int | None, typer.Option(help="Exit 1 if a live run's recovery point is more steps old than this.")
+        int | None, typer.Option(help="Exit 1 if the recovery point of a run is more steps old than this.")
     ] = None,
     token_file: TokenFile = None,
     timeout: Timeout = 5.0,

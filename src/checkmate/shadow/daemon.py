@@ -6,6 +6,7 @@ that it sent partially counts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -43,6 +44,9 @@ from .replay import Cut, State
 from .run import Limits, Member, NotTaken, Run
 
 log = logging.getLogger("checkmate.shadow")
+
+#: A reader that neither asks nor takes anything for so long loses its lease, which may cost a copy of the state.
+READER_S = 300.0
 
 
 def release() -> str:
@@ -85,7 +89,8 @@ class Daemon:
         for name, run in list(self.runs.items()):
             if self.limits.idle_s is not None and run.idle_s > self.limits.idle_s:
                 log.warning("run %s: nobody has used it for %.0f s; forgotten, as asked for", name, run.idle_s)
-                self._remove(name, force=False)
+                with contextlib.suppress(NotTaken):  # somebody uses it from this moment on
+                    self._remove(name, force=False)
 
     def _remove(self, name: str, force: bool) -> None:
         run = self.run(name)
@@ -225,6 +230,7 @@ class Daemon:
 
     def _reader(self, channel: Channel) -> None:
         leased: tuple[Run, Any, Cut] | None = None
+        channel.stream.settimeout(READER_S)
         try:
             while (message := channel.message()) is not None:
                 match message:

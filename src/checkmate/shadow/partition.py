@@ -167,7 +167,7 @@ class Partition:
 
     @property
     def first(self) -> int:
-        """First step of this epoch; means nothing while resuming."""
+        """First step of this epoch; while resuming, the first that may be it."""
         return self._floor + 1
 
     def blocks_without_state(self) -> int:
@@ -211,11 +211,11 @@ class Partition:
             return []
         if part.begins:
             return self._start(part.rank, part.step + 1)
-        if self.phase is Phase.RESUMING and part.step < self._starts.get(part.rank, part.step + 1):
+        if self.phase is Phase.RESUMING and part.rank not in self._starts:
             raise ProtocolError(f"part of rank {part.rank}, step {part.step}: not begun in epoch {self.epoch}")
         if part.gap:
             return self._never(part.step, f"rank {part.rank} could not keep its gradients of step {part.step}")
-        if self.phase is not Phase.RESUMING and part.step <= self.received:
+        if part.step <= max(self._floor, self.received):
             return []
         slot = self._slots.setdefault(part.step, Slot())
         if part.rank in slot.parts:
@@ -230,16 +230,13 @@ class Partition:
         return self._advance()
 
     def _place(self, header: Header) -> Verdict:
-        if self.phase is Phase.RESUMING:
-            # `begins` comes first; the rest waits in the ring until it is known which step is the first to count.
-            if header.step < self._starts.get(header.rank, header.step + 1):
-                if header.kind is not Kind.PART:
-                    raise ProtocolError(f"{header}: not begun in epoch {self.epoch}")
-                return Verdict.TAKE
-            return Verdict.TAKE if header.step < min(self._starts.values()) + RING_STEPS else Verdict.WAIT
-        if header.step <= self.received:
+        if self.phase is Phase.RESUMING and header.rank not in self._starts:
+            if header.kind is not Kind.PART:
+                raise ProtocolError(f"{header}: not begun in epoch {self.epoch}")
+            return Verdict.TAKE  # `begins` comes first
+        if header.step <= max(self._floor, self.received):
             return Verdict.TAKE if header.kind is Kind.PART else Verdict.DRAIN
-        return Verdict.TAKE if header.step <= self.applied_step + RING_STEPS else Verdict.WAIT
+        return Verdict.TAKE if header.step <= max(self._floor, self.applied_step) + RING_STEPS else Verdict.WAIT
 
     def _check(self, header: Header) -> None:
         """A frame that no correct rank sends."""
@@ -293,16 +290,16 @@ class Partition:
         if self.phase is not Phase.RESUMING:
             return []  # said again after a reconnection
         self._starts.setdefault(rank, step)
-        if len(self._starts) < len(self._ranks):
-            return []
-        first = max(self._starts.values())
-        dropped = [step for step in self._slots if step < first]
-        for old in dropped:
+        self._floor = max(self._starts.values()) - 1
+        void = [step for step in self._slots if step <= self._floor]
+        for old in void:
             del self._slots[old]
+        drops: list[Effect] = [Drop(old) for old in void]
+        if len(self._starts) < len(self._ranks):
+            return drops
         self.phase = Phase.ANCHORING
-        self.received = self.stable = self.applied_step = self._floor = first - 1
-        effects: list[Effect] = [Drop(old) for old in dropped]
-        return [*effects, AskAnchors(self.epoch, first), *self._advance(moved=True)]
+        self.received = self.stable = self.applied_step = self._floor
+        return [*drops, AskAnchors(self.epoch, self.first), *self._advance(moved=True)]
 
     def _advance(self, moved: bool = False) -> list[Effect]:
         """Move `received` over every step that is complete now."""
@@ -414,7 +411,7 @@ class Partition:
         ended, self.epoch = self.epoch, max(self.epoch + 1, epoch)
         self.phase = Phase.RESUMING
         self._starts = {}
-        self.received = self.stable = self.applied_step = -1
+        self.received = self.stable = self.applied_step = self._floor = -1
         self._unanchored = set(range(len(self.layout.blocks)))
         effects: list[Effect] = [Drop(step) for step in void]
         return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]

@@ -16,7 +16,8 @@ import torch
 from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
-from ..errors import Mismatch, Unsupported
+from ..errors import Mismatch, ProtocolError, Unsupported
+from ..layout import Layout
 from ..tensors import bytes_of, dtype_name, dtype_of
 from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
 from .pieces import Pieces, may_cut
@@ -31,7 +32,10 @@ def optimizer_class(spec: Optimizer, allowed: Iterable[str] = ()) -> type[torch.
             f"optimizer class {spec.module}.{spec.name}: this shadow imports optimizers from torch.optim only; "
             f"start it with --allow {spec.module}, where that module is installed"
         )
-    found = getattr(importlib.import_module(spec.module), spec.name, None)
+    try:
+        found = getattr(importlib.import_module(spec.module), spec.name, None)
+    except ImportError as error:
+        raise Unsupported(f"{spec.module} cannot be imported on this shadow: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise Unsupported(f"{spec.module}.{spec.name} is not an optimizer class on this shadow")
     return found
@@ -41,8 +45,11 @@ def make_optimizer(spec: Optimizer, groups: list[dict[str, Any]], allowed: Itera
     """An optimizer of that class with these groups, still without parameters."""
     cls = optimizer_class(spec, allowed)
     accepted = inspect.signature(cls).parameters
-    arguments = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
-    return cls([{**group, "params": []} for group in groups], **arguments)
+    try:
+        arguments = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
+        return cls([{**group, "params": []} for group in groups], **arguments)
+    except Exception as error:  # whatever such a class does with what came over the wire
+        raise Unsupported(f"{spec.module}.{spec.name} does not take these param groups: {error!r}") from error
 
 
 def state_multiple(spec: Optimizer, allowed: Iterable[str] = ()) -> int:
@@ -57,6 +64,29 @@ def state_multiple(spec: Optimizer, allowed: Iterable[str] = ()) -> int:
     optimizer.param_groups[0]["params"].append(tiny)
     optimizer.step()
     return sum(1 for value in optimizer.state[tiny].values() if torch.is_tensor(value) and value.shape == tiny.shape)
+
+
+def check_part(part: Part, layout: Layout) -> None:
+    """Raises ProtocolError for a part that no state of this layout could apply: replay would break off half way."""
+    name = f"part of rank {part.rank}, step {part.step}"
+    for optimizer in [u.optimizer for u in part.updates] + [a.optimizer for a in part.anchors if a.optimizer != -1]:
+        if not 0 <= optimizer < layout.num_optimizers:
+            raise ProtocolError(f"{name}: optimizer {optimizer} of {layout.num_optimizers}")
+    for table in (part.groups, part.members):
+        if table is not None and len(table) != layout.num_optimizers:
+            raise ProtocolError(f"{name}: groups of {len(table)} optimizers, of {layout.num_optimizers}")
+    membership = [u.members for u in part.updates if u.members is not None] + (part.members or [])
+    for block in (block for groups in membership for group in groups for block in group):
+        if block >= len(layout.blocks):
+            raise ProtocolError(f"{name}: block {block} of {len(layout.blocks)} in a group")
+    for encoded in [u.groups for u in part.updates if u.groups] + (part.groups or []):
+        groups = values.loads(encoded)
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise ProtocolError(f"{name}: hyper-parameters that are no list of dict")
+    for anchor in part.anchors:
+        keys = [entry.key for entry in anchor.entries]
+        if keys[:1] != [""] or len(set(keys)) < len(keys) or not isinstance(values.loads(anchor.values), dict):
+            raise ProtocolError(f"{name}, anchor of block {anchor.block}: entries {keys}, or values that are no dict")
 
 
 class Cut:
@@ -262,6 +292,7 @@ class State:
         order = [number[block.fqn] for block in spec.blocks]
         place = {old: new for new, old in enumerate(order)}
         self.params = [self.params[i] for i in order]
+        self._shared = {place[i] for i in self._shared}
         self.members = [[[place[i] for i in group] for group in optimizer] for optimizer in self.members]
         self.spec = spec
 

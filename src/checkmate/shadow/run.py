@@ -63,12 +63,16 @@ from .partition import (
     Tell,
     Verdict,
 )  # fmt: skip
-from .replay import Cut, State, empty_like, state_multiple
+from .replay import Cut, State, check_part, empty_like, state_multiple
 
 log = logging.getLogger("checkmate.shadow")
 
 #: How long `prepare` lets connections of dead workers deliver what their kernels still hold.
 DRAIN_S = 5.0
+#: How long an attempt whose lease has run out may take to speak up when another claims the run.
+GRACE_S = 2.5
+#: An attempt that has prepared says nothing while it loads its state.
+CLAIM_LEASE_S = 300.0
 
 
 class NotTaken(Refused):
@@ -85,9 +89,17 @@ class Member:
 
     channel: Channel
     heard: float = field(default_factory=time.monotonic)
+    lease_s: float = field(default_factory=lambda: LEASE_S)
+    step: int = -1  #: newest that this rank says it has closed
     closed: bool = False
 
+    @property
+    def live(self) -> bool:
+        return not self.closed and time.monotonic() - self.heard < self.lease_s
+
     def send(self, message: Control) -> None:
+        if self.closed:
+            return
         try:
             self.channel.send_nowait(message)
         except OSError as error:
@@ -148,10 +160,12 @@ class Run:
             self.changed.wait_for(lambda: not self._draining)  # for another attempt, or another connection of this one
             self._check_not_ended()
             again = self.attempt is not None and self.attempt.id == message.attempt.id
+            member.lease_s = CLAIM_LEASE_S
             if not again:
                 self._check_displaceable(message.attempt)
                 old, self._claim, self.attempt = self.incarnation, member, message.attempt
                 self._drain()
+                self._check_not_ended()
                 number = (old.number if old else 0) + 1
                 self.incarnation = Incarnation(number, message.attempt.id)
                 self._fence()
@@ -166,18 +180,21 @@ class Run:
 
     def _check_displaceable(self, attempt: Attempt) -> None:
         old = self.attempt
-        if old is None or not self._live():
+        if old is None or all(member.closed for member in self._all_members()):
             return
         if old.job and old.job == attempt.job and attempt.restarts > old.restarts:
             return
-        raise NotTaken(
-            "live",
-            f"run {self.name!r} is being trained by process {old.pid} on {old.host} "
-            f"(heard {self._silence():.1f} s ago); stop that job, or choose another run name",
-        )
+        # A shadow that was itself suspended has not read yet what the healthy attempt sent meanwhile.
+        if self.changed.wait_for(lambda: self._live() or self.attempt is not old, GRACE_S):
+            holder = self.attempt or old
+            raise NotTaken(
+                "live",
+                f"run {self.name!r} is being trained by process {holder.pid} on {holder.host} "
+                f"(heard {self._silence():.1f} s ago); stop that job, or choose another run name",
+            )
 
     def _live(self) -> bool:
-        return any(not m.closed for m in self._all_members()) and self._silence() < LEASE_S
+        return any(member.live for member in self._all_members())
 
     def _all_members(self) -> list[Member]:
         return [*self._members.values(), *([self._claim] if self._claim else [])]
@@ -195,6 +212,7 @@ class Run:
         self.changed.wait_for(lambda: not self._data, DRAIN_S)
         self.changed.wait_for(lambda: self._idle and not self._queue)
         self._draining = False
+        self.changed.notify_all()
 
     def _fence(self) -> None:
         """Nothing of an older attempt counts from here on; what was not whole is gone, what was whole stays."""
@@ -217,11 +235,13 @@ class Run:
         return self.frozen
 
     def adopt(self, message: Adopt) -> Adopted:
-        """Go on from the step chosen. Idempotent until the first rank has joined."""
-        with self.changed:
+        """Go on from the step chosen. Idempotent: an attempt adopts once; asking again, it hears the same."""
+        with self._between_steps, self.changed:
             self._check_current(message.incarnation)
             if self.incarnation is None:
                 raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not prepared")
+            if self.partition is not None:
+                return Adopted(self.epoch, self.life, fingerprint())
             layout = Layout(message.spec)
             if message.step is None:
                 self._check_memory(message.spec)
@@ -281,7 +301,7 @@ class Run:
                 self._check_memory(message.spec)
                 layout, state = Layout(message.spec), State(message.spec, self.limits.allowed)
                 self.incarnation = self.holder = message.incarnation
-                self.attempt = Attempt(message.incarnation.id, "unknown host", 0)
+                self.attempt = message.attempt or Attempt(message.incarnation.id, "unknown host", 0)
                 self.state = state
                 self._begin(layout, Phase.RESUMING, -1, message.epoch + 1)
                 log.info(
@@ -301,11 +321,14 @@ class Run:
                 old.closed = True
                 old.channel.close()
             self._members[message.rank] = member
+            member.step = message.step
             if self._claim is member:
                 self._claim = None
             member.send(Joined(self.epoch, self.life, self.partition.received))
             if self.partition.phase is Phase.ANCHORING:
                 member.send(Anchoring(self.epoch, self.partition.first))
+            if self._suspects:  # asked for while this rank may have been away
+                member.send(Reanchor(self.epoch, sorted(self._suspects), "audit"))
             member.send(self._ack())
             return True
 
@@ -345,9 +368,11 @@ class Run:
     def heard_from(self, member: Member, message: Control) -> None:
         member.heard = time.monotonic()
         match message:
-            case Ping():
+            case Ping(step):
                 with self.changed:
+                    member.step = step
                     member.send(Pong())
+                    self.changed.notify_all()
             case Stable(epoch, step):
                 with self.changed:
                     if self.partition is not None:
@@ -385,6 +410,7 @@ class Run:
                 raise NotTaken("usage", f"rank {message.rank} has not joined run {self.name!r}")
             if (old := self._data.get(message.rank)) is not None:
                 old.close()
+                self.changed.notify_all()  # it may be waiting for the ring
                 if not self.changed.wait_for(lambda: self._data.get(message.rank) is not old, DRAIN_S):
                     raise NotTaken("busy", f"an older data connection of rank {message.rank} does not end")
             self._data[message.rank] = channel
@@ -429,6 +455,7 @@ class Run:
             self._count(header.length)
             self.heard = time.monotonic()
             if part is not None:
+                check_part(part, partition.layout)
                 self._perform(partition.part(part))
             elif not drained:
                 self._perform(partition.arrived(header))
@@ -537,10 +564,11 @@ class Run:
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self._queue)
                 work = self._queue.popleft()
+                if work is None:
+                    self.changed.notify_all()
+                    return
                 self._idle = False
                 partition, state, buffers = self.partition, self.state, self._buffers
-            if work is None:
-                return
             if isinstance(work, Freeze):
                 self._freeze(work)
             elif partition is not None and state is not None:
@@ -572,25 +600,26 @@ class Run:
             found = buffers.get((Kind.ANCHOR, block, entry))
             return found if found is not None else self._anchor_buffer((anchors[block], entry))
 
-        try:
-            with self._between_steps:
+        with self._between_steps:
+            try:
                 self._set_numerics(state.spec)
                 differences = {b: _largest(state, a, anchored) for b, a in anchors.items() if b in self._suspects}
                 state.apply(work.step, work.parts, partition.layout.leads, gradient, anchored)
                 digests = [d for part in work.parts.values() for d in part.audits]
                 differing = state.differing(digests) if state.whole else []
-        except Exception as error:  # whatever a part may ask for: the replayer goes on
-            self._broken(work, partition, state.spec, error)
-            return
+            except Exception as error:  # whatever a part may ask for: the replayer goes on
+                self._broken(work, partition, state.spec, error)
+                return
         with self.changed:
+            if self.partition is not partition:
+                return  # removed meanwhile
             for block, largest in differences.items():
                 text = f"{self._suspects.pop(block)} by up to {largest:g}; anchored anew at step {work.step}"
                 self._report(Report("differs", text, work.step))
             self._suspect(work.step, differing)
             if state.whole and self.frozen is not None:
                 self.frozen = None
-            if self.partition is partition:
-                self._perform(partition.applied(work.epoch, work.step))
+            self._perform(partition.applied(work.epoch, work.step))
 
     def _set_numerics(self, spec: Spec) -> None:
         threads = spec.fingerprint.threads if spec.replay == "match" else self.limits.threads
@@ -599,13 +628,21 @@ class Run:
         torch.set_flush_denormal(spec.fingerprint.flush_denormal)
 
     def _broken(self, work: Apply, partition: Partition, spec: Spec, error: Exception) -> None:
-        """A step that this shadow cannot apply: its state is of no step any more, so begin again from anchors."""
+        """A step that this shadow cannot apply: its state is of no step any more, so begin again from anchors.
+
+        Called between steps, so that no reader takes a cut of that state.
+        """
         log.exception("run %s: step %d cannot be applied", self.name, work.step)
         with self.changed:
+            if self.partition is not partition:
+                return  # removed meanwhile
             self.state = State(spec, self.limits.allowed)
             self._report(Report("refused", f"the shadow cannot apply step {work.step}: {error}", work.step, fatal=True))
-            if self.partition is partition:
-                self._perform(partition.end_epoch(str(error)))
+            void = [work, *(w for w in self._queue if isinstance(w, Apply) and w.epoch == work.epoch)]
+            self._queue = deque(w for w in self._queue if w not in void)
+            drops: list[Effect] = [Drop(w.step) for w in void]
+            kept = self.frozen[0].step if self.frozen is not None else -1
+            self._perform(drops + partition.lost(work.epoch, kept, str(error)))
 
     # ------------------------------------------------------------ reading
 
@@ -637,7 +674,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         with self.changed:
             p, state = self.partition, self.state
-            newest = max(p.newest.values(), default=p.received) if p else -1
+            told = [member.step for member in self._members.values()]
+            newest = max([p.received, *p.newest.values(), *told]) if p else -1
             return {
                 "run": self.name,
                 "incarnation": str(self.incarnation) if self.incarnation else "",

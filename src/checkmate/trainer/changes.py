@@ -9,6 +9,7 @@ is left for the rolling audit to find.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +18,6 @@ SAMPLE = 512
 #: Integers of the same width, to compare bits: NaN differs from itself.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Look = list[tuple[int, int, int]]
-
 
 class Watch:
     """Looks at `params` (by block number) and at their state in the optimizer that has them, if any."""
@@ -26,9 +25,7 @@ class Watch:
     def __init__(self, params: Sequence[torch.Tensor], optimizer_of: Sequence[torch.optim.Optimizer | None]) -> None:
         self._params = params
         self._optimizer_of = list(optimizer_of)
-        self._looks: list[Look] = [[] for _ in params]
-        self._views: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(params)
-        self._samples: dict[tuple[int, ...], torch.Tensor] = {}  #: disjoint groups of blocks, each sampled into one
+        self._looks: dict[tuple[int, ...], _Look] = {}
         self.mark(range(len(params)))
 
     def adopt(self, block: int, optimizer: torch.optim.Optimizer) -> None:
@@ -38,47 +35,59 @@ class Watch:
     def mark(self, blocks: Iterable[int]) -> None:
         """What these blocks hold now is known to the shadow, or will be by replay."""
         group = tuple(blocks)
-        for block in group:
-            look = self._look(block)
-            if not self._looks[block] or self._looks[block][0][:2] != look[0][:2]:
-                self._views[block] = _view(self._params[block].detach())
-            self._looks[block] = look
-        if group not in self._samples:
-            self._regroup(set(group))
-        self._samples[group] = self._sample(group)
+        if group not in self._looks:
+            self._separate(group)
+        self._looks[group] = self._look(group, self._looks.get(group))
 
-    def _regroup(self, taken: set[int]) -> None:
-        """Keep groups disjoint. What stays of a group that is cut is as it was marked."""
-        for group in [g for g in self._samples if taken.intersection(g)]:
-            pieces = self._split(group, self._samples.pop(group))
-            if rest := tuple(block for block in group if block not in taken):
-                self._samples[rest] = torch.cat([pieces[block] for block in rest])
+    def mark_all(self) -> None:
+        for group in self._looks:
+            self._looks[group] = self._look(group, self._looks[group])
 
     def changed(self) -> set[int]:
         """Blocks that differ from what was marked."""
-        found = {block for block, look in enumerate(self._looks) if look != self._look(block)}
-        for group, then in self._samples.items():
-            now = self._sample(group)
-            if not torch.equal(now, then):
-                before, after = self._split(group, then), self._split(group, now)
-                found.update(block for block in group if not torch.equal(before[block], after[block]))
+        found: set[int] = set()
+        for group, then in self._looks.items():
+            now = self._look(group, then)
+            if now.facts != then.facts or not torch.equal(now.sample, then.sample):
+                found.update(block for i, block in enumerate(group) if now.of(i) != then.of(i))
         return found
 
-    def _look(self, block: int) -> Look:
-        param = self._params[block]
-        look = [(id(param), param.data_ptr(), param._version)]
-        optimizer = self._optimizer_of[block]
-        if optimizer is not None and param in optimizer.state:
-            for value in optimizer.state[param].values():
-                if isinstance(value, torch.Tensor):
-                    look.append((id(value), value.data_ptr(), value._version))
-        return look
+    def _separate(self, group: tuple[int, ...]) -> None:
+        """Blocks are in one group each. Those that lose members are looked at again, just after `changed` was asked."""
+        taken = set(group)
+        for old in [old for old in self._looks if taken.intersection(old)]:
+            del self._looks[old]
+            if rest := tuple(block for block in old if block not in taken):
+                self._looks[rest] = self._look(rest, None)
 
-    def _sample(self, group: tuple[int, ...]) -> torch.Tensor:
-        return torch.cat([self._views[block] for block in group]) if group else torch.empty(0)
+    def _look(self, group: tuple[int, ...], last: _Look | None) -> _Look:
+        params = [self._params[block] for block in group]
+        addresses = [param.data_ptr() for param in params]
+        facts: list[Any] = [addresses, [param._version for param in params]]
+        states = [
+            list(optimizer.state[param].values()) if optimizer is not None and param in optimizer.state else []
+            for param, optimizer in zip(params, [self._optimizer_of[block] for block in group], strict=True)
+        ]
+        facts += [
+            [list(map(id, state)) for state in states],
+            [[v._version for v in state if isinstance(v, torch.Tensor)] for state in states],
+        ]
+        views = last.views if last is not None and last.facts[0] == addresses else [_view(p.detach()) for p in params]
+        return _Look(facts, views, torch.cat(views) if views else torch.empty(0))
 
-    def _split(self, group: tuple[int, ...], joined: torch.Tensor) -> dict[int, torch.Tensor]:
-        return dict(zip(group, joined.split([len(self._views[block]) for block in group]), strict=True))
+
+class _Look(NamedTuple):
+    """What a group of blocks looked like."""
+
+    facts: list[Any]  #: per block: address, version, identities and versions of its state
+    views: list[torch.Tensor]
+    sample: torch.Tensor
+
+    def of(self, index: int) -> tuple[Any, ...]:
+        """All of one block, comparable."""
+        sizes = [len(view) for view in self.views]
+        start = sum(sizes[:index])
+        return (*(fact[index] for fact in self.facts), self.sample[start : start + sizes[index]].tolist())
 
 
 def _view(param: torch.Tensor) -> torch.Tensor:

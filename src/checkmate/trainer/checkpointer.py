@@ -25,7 +25,7 @@ from .buckets import Buckets
 from .data import Batches
 from .installing import install, keep_gradients
 from .link import Link
-from .model import Shadowed, describe, unwrap
+from .model import Shadowed, describe, unrepeatable, unwrap
 from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, rank_and_world, together
 from .sidecar import Sidecars, Stateful, check_stateful
@@ -36,6 +36,8 @@ log = logging.getLogger("checkmate")
 
 #: Staging memory by default: this much, or four times what a step sends, whichever is more.
 STAGING_BYTES = 256 << 20
+#: While "block" makes training wait again and again, it is said once in so many seconds.
+QUIET_S = 60.0
 #: So many reports of one kind are shown; the rest are counted.
 REPORTS = 5
 #: A recovery point that is older than this many steps is worth a warning.
@@ -128,11 +130,14 @@ class Checkpointer:
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
-        self._drift: list[str] = []
+        self._drift = unrepeatable(shadowed.optimizers)
         self._shadow_numerics: Fingerprint | None = None
         self._merged = 0
         self._reports: Counter[str] = Counter()  #: by kind
         self._told = False  #: the user knows that the recovery point is old
+        self._patient = True  #: "block" has not waited in vain since the shadow had last caught up
+        self._waited_s = 0.0
+        self._quiet_until = 0.0
         atexit.register(_close_at_exit, weakref.ref(self))
 
     # ------------------------------------------------------------ restore
@@ -182,7 +187,8 @@ class Checkpointer:
                 raise
             if self.rank == 0:
                 log.warning("checkmate: %s; training goes on from here, unprotected until it is reached", error)
-            return Agreed(from_rank_zero(lambda: Incarnation(1, attempt().id)))
+            me = from_rank_zero(attempt)
+            return Agreed(me, Incarnation(1, me.id))
 
     def _retreat(self) -> None:
         """As before `restore`, but for what it has put into the model: nothing is sent, and it may be called again."""
@@ -199,7 +205,9 @@ class Checkpointer:
         finally:
             reader.close()
         self._restore_buckets(agreed)
-        keep_gradients(self._shadowed, self._held.get("grads", []))
+        kept = self._held.get("grads", [])
+        keep_gradients(self._shadowed, kept)
+        self._recorder.keeps_grads = bool(kept)
         rng.install(self._held["rng"]) if "rng" in self._held else None
 
     def _restore_buckets(self, agreed: Agreed) -> None:
@@ -230,7 +238,7 @@ class Checkpointer:
             self._sidecars.extra["grads"] = self._recorder.kept_names
         self._recorder.begin_epoch(agreed.epoch)
         self._link = self._recorder.link = Link(
-            self._address, self._run, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
+            self._address, self._run, agreed.attempt, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
             epoch=agreed.epoch, life=agreed.life, step=self._step, token=self._token,
         )  # fmt: skip
         if agreed.step is not None:
@@ -358,12 +366,14 @@ class Checkpointer:
 
     # ------------------------------------------------------------ lag
 
-    def _on_full(self) -> bool:
-        """The staging limit is reached. True: try again."""
+    def _on_full(self, nbytes: int) -> bool:
+        """There is no staging memory for so many bytes. True: try again."""
         link = self._link
-        if not self._block_s or link is None or link.fatal is not None:
+        if not self._block_s or link is None or link.fatal is not None or nbytes > self._pool.limit_bytes:
             return False
-        return self._pause(link, lambda: self._pool.has_free(), "its staging memory is full")
+        return self._pause(
+            link, lambda: link.fatal is not None or self._pool.has_room(nbytes), "staging memory is full"
+        )
 
     def _wait_for_shadow(self, link: Link) -> None:
         def caught_up() -> bool:
@@ -372,18 +382,32 @@ class Checkpointer:
                 return True  # the next step brings it on
             return ack is not None and ack.epoch == self._recorder.epoch and ack.stable >= self._step - 1
 
-        if not self._recorder.gap and not caught_up():
+        if caught_up():
+            self._patient = True
+        elif not self._recorder.gap:
             self._pause(link, caught_up, "the shadow is behind")
 
-    def _pause(self, link: Link, until: Any, why: str) -> bool:
-        if link.wait_for(until, 1.0):
-            return True
-        log.warning("checkmate: training waits for %s (%s; %s)", self._address, why, link.trouble or "connected")
-        if link.wait_for(until, self._block_s - 1.0):
-            log.warning("checkmate: training goes on")
-            return True
-        log.warning("checkmate: waited %.0f s for %s; training goes on without it", self._block_s, self._address)
-        return False
+    def _pause(self, link: Link, until: Callable[[], bool], why: str) -> bool:
+        """Wait for the shadow, for `block_timeout` at most; after that no more until it has caught up."""
+        if not self._patient:
+            return False
+        began = time.monotonic()
+        done, told = link.wait_for(until, min(1.0, self._block_s)), False
+        if not done:
+            told = self.rank == 0 and began >= self._quiet_until
+            if told:
+                self._quiet_until = began + QUIET_S
+                trouble = link.trouble or "connected"
+                log.warning("checkmate: training waits for %s (%s; %s)", self._address, why, trouble)
+            done = link.wait_for(until, self._block_s - 1.0)
+        waited = time.monotonic() - began
+        self._waited_s += waited
+        if done and told:
+            log.warning("checkmate: training goes on after %.1f s", waited)
+        elif not done:
+            self._patient = False
+            log.warning("checkmate: waited %.1f s for %s; training goes on without it", waited, self._address)
+        return done
 
     def _tell(self, link: Link) -> None:
         """One warning when the recovery point falls behind, one line when it is up again; reports as they come."""
@@ -421,13 +445,18 @@ class Checkpointer:
             else "whether the shadow holds a step is unknown"
         )
         if self.rank == 0:
-            log.warning("checkmate: step %d: %s (%s). Training goes on.", self._step, point, why)
+            going = "" if self._block_s and self._patient else " Training goes on."
+            log.warning("checkmate: step %d: %s (%s).%s", self._step, point, why, going)
         else:
             log.info("checkmate: rank %d, step %d: %s (%s)", self.rank, self._step, point, why)
 
     def _recovery_step(self) -> int | None:
         ack = self._link.ack if self._link is not None else None
         return ack.recovery if ack is not None and ack.recovery >= 0 else None
+
+    def _safe(self, step: int) -> bool:
+        recovery = self._recovery_step()
+        return recovery is not None and recovery >= step
 
     def stats(self) -> dict[str, Any]:
         """Where the checkpoint stands, as this rank knows it. Costs nothing; never waits.
@@ -450,6 +479,7 @@ class Checkpointer:
             "staging_bytes": self._pool.allocated_bytes,
             "staging_used_bytes": self._pool.used_bytes,
             "gaps": self._recorder.gaps,
+            "waited_s": self._waited_s,
             "merged_steps": self._merged,
             "differences": self._reports["differs"],
             "reports": dict(self._reports),
@@ -489,7 +519,7 @@ class Checkpointer:
         if target > self._step:
             raise UsageError(f"wait({target}): the newest step is {self._step}")
         link.wait_for(
-            lambda: link.fatal is not None or (self._recovery_step() or -1) >= target or self._hopeless(link),
+            lambda: link.fatal is not None or self._safe(target) or self._hopeless(link),
             timeout,
         )
         recovery = self._recovery_step()
@@ -499,9 +529,8 @@ class Checkpointer:
                 if link.fatal
                 else link.trouble or ("its gradients were not kept" if self._hopeless(link) else "no answer")
             )
-            raise Unreachable(
-                f"step {target} is not safe after {timeout} s ({why}); a restart would resume at step {recovery}"
-            )
+            late = "" if timeout is None else f" after {timeout:g} s"
+            raise Unreachable(f"step {target} is not safe{late} ({why}); a restart would resume at step {recovery}")
         return recovery
 
     def _hopeless(self, link: Link) -> bool:
@@ -536,10 +565,14 @@ class Checkpointer:
         for tap in self._taps:
             tap.remove()
         link = self._link
-        if link is not None:
+        if link is None:
+            return
+        deadline = time.monotonic() + timeout
+        try:
             if timeout > 0 and link.streaming and not self._hopeless(link):
-                link.wait_for(lambda: not link.streaming or (self._recovery_step() or -1) >= self._step, timeout)
-            link.close()
+                link.wait_for(lambda: not link.streaming or self._safe(self._step), timeout)
+        finally:
+            link.close(deadline - time.monotonic())
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -22,6 +22,7 @@ from ..wire.messages import (
     Ack,
     Anchoring,
     Attach,
+    Attempt,
     Audit,
     Audited,
     Control,
@@ -43,6 +44,7 @@ log = logging.getLogger("checkmate")
 CONNECT_S = 5.0
 PING_S = 2.0
 BACKOFF_S = (0.05, 2.0)
+_jitter = random.Random()  # not the global generator, which belongs to the training loop
 #: Refusals that trying again will not change.
 FINAL = frozenset(("superseded", "token", "version", "memory", "unsupported"))
 
@@ -51,10 +53,11 @@ class Link:
     """See the module. `epoch`, `life` and `step` are where this rank stands as it connects first."""
 
     def __init__(
-        self, address: Address, run: str, incarnation: Incarnation, rank: int, spec: Spec, pool: Pool, *,
-        epoch: int, life: int, step: int, token: bytes | None = None,
+        self, address: Address, run: str, attempt: Attempt, incarnation: Incarnation, rank: int, spec: Spec, pool: Pool,
+        *, epoch: int, life: int, step: int, token: bytes | None = None,
     ) -> None:  # fmt: skip
         self.address, self.run, self.incarnation, self.rank = address, run, incarnation, rank
+        self.attempt = attempt
         self.spec, self.pool, self.token = spec, pool, token
         self.changed = threading.Condition()  # guards what follows; never held while sending
         self.ack: Ack | None = None  #: the newest, of the present connection
@@ -124,8 +127,8 @@ class Link:
         """Batches that are not stable yet."""
         return len(self._unsent) + len(self._sent)
 
-    def close(self) -> None:
-        """End both connections and threads. What is not sent by now is lost."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End both connections; what is not sent by now is lost. The threads end too, if later, then by themselves."""
         with self.changed:
             self._closed = True
             channels = [c for c in (self._data, self._control) if c is not None]
@@ -134,7 +137,7 @@ class Link:
             channel.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(1.0)
+                thread.join(max(0.05, min(1.0, timeout_s)))
 
     # ------------------------------------------------------------ sender
 
@@ -151,18 +154,16 @@ class Link:
                 before = channel.bytes_sent
                 channel.send_frames(batch.frames(self.incarnation.id, self.rank))
                 sent = True
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # ValueError: the control thread closed the socket under us
+            except Exception as error:
                 sent = False
                 self._lost(channel, f"sending failed: {error}")
+                if not isinstance(error, (OSError, ValueError)):  # ValueError: the socket was closed under us
+                    log.exception("checkmate: step %d cannot be sent", batch.step)
+                    self.give_up(CheckmateError(f"step {batch.step} cannot be sent: {error!r}"))
             with self.changed:
                 self.bytes_sent += channel.bytes_sent - before
                 self._sending = None
-                if batch.epoch < self.wanted or (
-                    self.ack and batch.epoch == self.ack.epoch and batch.step <= self.ack.stable
-                ):
+                if batch.epoch < self.wanted or (self.ack and batch.void(self.ack.epoch, self.ack.stable)):
                     self._free(batch)
                 elif sent and channel is self._data:
                     self._sent.append(batch)
@@ -232,7 +233,7 @@ class Link:
             if time.monotonic() - began > 5.0:
                 backoff = BACKOFF_S[0]
             with self.changed:
-                self.changed.wait_for(lambda: self._closed, backoff * random.uniform(0.7, 1.3))
+                self.changed.wait_for(lambda: self._closed, backoff * _jitter.uniform(0.7, 1.3))
             backoff = min(2 * backoff, BACKOFF_S[1])
 
     def give_up(self, error: CheckmateError) -> None:
@@ -265,16 +266,20 @@ class Link:
         if not joined.known:
             joined = self._join(control, self.spec)
         data = self._open("data")
-        data.send(Attach(self.run, self.incarnation, self.rank, joined.epoch))
-        data.stream.settimeout(None)
-        control.stream.settimeout(PING_S)
+        try:
+            data.send(Attach(self.run, self.incarnation, self.rank, joined.epoch))
+            data.stream.settimeout(None)
+            control.stream.settimeout(PING_S)
+        except OSError:
+            data.close()
+            raise
         with self.changed:
             self.changed.wait_for(lambda: self._sending is None)  # it goes back to its place in the order first
             self._life = joined.life
             self._want(joined.epoch, "the shadow has lost its state")
             self._unsent = self._sent + self._unsent
             self._sent = deque()
-            self._forget(lambda batch: batch.epoch < joined.epoch or batch.step <= joined.received)
+            self._forget(lambda batch: batch.void(joined.epoch, joined.received))
             if self._closed:
                 raise ConnectionAbortedError("closed")
             self._data = data
@@ -285,7 +290,8 @@ class Link:
             self.changed.notify_all()
 
     def _join(self, control: Channel, spec: Spec | None) -> Joined:
-        control.send(Join(self.run, self.incarnation, self.rank, self.wanted, self._life, self.step, spec))
+        attempt = None if spec is None else self.attempt
+        control.send(Join(self.run, self.incarnation, self.rank, self.wanted, self._life, self.step, spec, attempt))
         while True:
             match self._next(control):
                 case Joined() as joined:
@@ -324,7 +330,7 @@ class Link:
         match message:
             case Ack():
                 self.ack = message
-                self._forget(lambda batch: batch.epoch == message.epoch and batch.step <= message.stable)
+                self._forget(lambda batch: batch.void(message.epoch, message.stable))
             case Resume(epoch, reason):
                 self._want(epoch, reason)
             case Anchoring(epoch, step):

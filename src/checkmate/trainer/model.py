@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from .. import values
 from ..errors import Unsupported, UsageError
 from ..tensors import dtype_name, fingerprint
+from ..wire.frames import MAX_PART_BYTES
 from ..wire.messages import Block, Optimizer, Spec
 
 #: What wrappers put into a parameter's name, and DCP's helpers take out again.
@@ -100,6 +101,11 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     buffers = {name: b for raw, b in module.named_buffers() if (name := clean(raw)) in known and b is not None}
     if missing := [name for name in [*names, *aliases] if name not in known]:
         raise Unsupported(f"torch.distributed.checkpoint does not know these parameters of the model: {missing[:5]}")
+    if (total := sum(b.numel() * b.element_size() for b in buffers.values())) > MAX_PART_BYTES // 2:
+        raise Unsupported(
+            f"the model's buffers have {total:,} bytes, and all of them may have to travel with one step: at most "
+            f"{MAX_PART_BYTES // 2:,}; register what is derived with persistent=False"
+        )
     if not params:
         raise UsageError("attach() got a model without parameters")
     _check_optimizers(optimizers, number, names)
@@ -169,6 +175,15 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer, members: list[list[int
     cls = type(optimizer)
     module = "torch.optim" if getattr(torch.optim, cls.__name__, None) is cls else cls.__module__
     return Optimizer(module, cls.__qualname__, hyper_parameters(optimizer), members)
+
+
+def unrepeatable(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Which of these torch does not step alike each time, from the same state and gradients."""
+    half = (torch.float16, torch.bfloat16)
+    groups = [group for o in optimizers if type(o) is torch.optim.SGD for group in o.param_groups]
+    if any(g["fused"] and g["momentum"] and any(p.dtype in half for p in g["params"]) for g in groups):
+        return ["torch's fused SGD with momentum reads beside its buffers in half precision; use fused=False"]
+    return []
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> bytes:

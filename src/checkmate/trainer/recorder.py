@@ -47,7 +47,7 @@ class Recorder:
         rank: int,
         pool: Pool,
         sidecars: Sidecars,
-        on_full: Callable[[], bool],
+        on_full: Callable[[int], bool],
     ) -> None:
         self.shadowed, self.layout, self.rank, self.pool, self.sidecars = (
             shadowed,
@@ -64,13 +64,14 @@ class Recorder:
         self.link: Link | None = None
         self._on_full = on_full
         self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
+        self._ids: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
+        self._blocks: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
         self.watch = Watch(shadowed.params, [shadowed.optimizers[i] if i >= 0 else None for i in self._optimizer_of])
         self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
         self._checked_gradients = False
-        #: Blocks whose gradient tensor outlived an update: ``zero_grad(set_to_none=False)``. An optimizer steps on a
-        #: zero gradient, and skips None.
-        self.kept: set[int] = set()
-        self._last_grads: dict[int, weakref.ref[torch.Tensor]] = {}
+        #: Gradients outlive their step: ``zero_grad(set_to_none=False)``. An optimizer steps on zeros, and skips None.
+        self.keeps_grads = False
+        self._last_grads: dict[int, weakref.ref[torch.Tensor]] = {}  #: at the end of the last step
         self._begin()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -83,8 +84,10 @@ class Recorder:
         self.epoch = epoch
         self.gap = False
         self._begin()
+        self.watch.mark_all()
 
     def _begin(self) -> None:
+        self.updates = 0  #: how many the open step has so far, recorded or not
         self._updates: list[Update] = []
         self._gradients: list[Digest] = []
         self._dirty: set[int] = set()  #: changed outside the optimizer in this step
@@ -105,7 +108,7 @@ class Recorder:
         """The shadow holds this very state: it was restored from there."""
         self._unanchored = []
         self._settled = True
-        self.watch.mark(range(len(self.shadowed.params)))
+        self.watch.mark_all()
 
     def announce(self, step: int) -> None:
         """Tell the shadow that this rank streams the present epoch from the step after `step`."""
@@ -126,17 +129,15 @@ class Recorder:
         """How many blocks of this rank's the shadow has no anchor of yet."""
         return len(self._unanchored)
 
-    @property
-    def updates(self) -> int:
-        """How many updates the open step has so far."""
-        return len(self._updates)
-
     # ------------------------------------------------------------ updates
 
     def before(self, index: int, step: int) -> None:
         """An optimizer is about to step with final gradients, as part of `step`."""
+        self.updates += 1
+        if self.gap:
+            return
         optimizer = self.shadowed.optimizers[index]
-        members = self._members(optimizer, index)
+        members = self._members(index)
         self._dirty |= self.watch.changed()
         with_grad = sorted(b for group in members for b in group if self.shadowed.params[b].grad is not None)
         grads = [self._gradient(b) for b in with_grad]
@@ -152,33 +153,32 @@ class Recorder:
             update = Update(index, with_grad, agreement)
         number = len(self._updates)
         self._updates.append(update)
-        self._note_kept(with_grad)
+        if number == 0:
+            self._note_kept(with_grad)
         if self.layout.world_size > 1:
             self._digest_gradients(number, with_grad, grads, step)
-        if not self.gap:
-            self._stage(number, step, with_grad, grads)
+        self._stage(number, step, with_grad, grads)
 
     def _note_kept(self, with_grad: list[int]) -> None:
-        """Which gradients are zeroed in place: a new process must find zeros there, not None (see `kept`)."""
-        for block in with_grad:
-            grad = self.shadowed.params[block].grad
-            last = self._last_grads.get(block)
-            if last is not None and last() is grad:
-                self.kept.add(block)
-            else:
-                self.kept.discard(block)
-                self._last_grads[block] = weakref.ref(grad)  # type: ignore[arg-type]
+        """Are gradients zeroed in place? Then a new process must find zeros there, not None."""
+        if known := [b for b in with_grad if b in self._last_grads]:
+            self.keeps_grads = any(self._last_grads[b]() is self.shadowed.params[b].grad for b in known)
 
     def kept_names(self) -> list[str]:
-        """FQNs of the parameters whose gradient lives on from one update to the next."""
-        return [self._fqn(block) for block in sorted(self.kept)]
+        """FQNs of the parameters whose gradient lives on into the next step, if gradients did so far."""
+        grads = enumerate(param.grad for param in self.shadowed.params)
+        return [self._fqn(block) for block, grad in grads if grad is not None] if self.keeps_grads else []
 
-    def _members(self, optimizer: torch.optim.Optimizer, index: int) -> list[list[int]]:
-        members = self.shadowed.members(optimizer)
-        for block in (b for group in members for b in group if self._optimizer_of[b] != index):
-            self._optimizer_of[block] = index
-            self.watch.adopt(block, optimizer)
-        return members
+    def _members(self, index: int) -> list[list[int]]:
+        """Blocks of each of an optimizer's groups. They change so rarely that they are looked up only if they did."""
+        optimizer = self.shadowed.optimizers[index]
+        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        if ids != self._ids[index]:
+            self._ids[index], self._blocks[index] = ids, self.shadowed.members(optimizer)
+            for block in (b for group in self._blocks[index] for b in group if self._optimizer_of[b] != index):
+                self._optimizer_of[block] = index
+                self.watch.adopt(block, optimizer)
+        return self._blocks[index]
 
     def _gradient(self, block: int) -> torch.Tensor:
         param = self.shadowed.params[block]
@@ -233,7 +233,7 @@ class Recorder:
 
     def _take(self, nbytes: int) -> Buffer | None:
         buffer = self.pool.take(nbytes)
-        while buffer is None and self._on_full():
+        while buffer is None and self._on_full(nbytes):
             buffer = self.pool.take(nbytes)
         return buffer
 
@@ -266,18 +266,19 @@ class Recorder:
 
     def after(self, index: int) -> None:
         """The optimizer has stepped: what it changed is what replay will change."""
-        self.watch.mark(b for group in self.shadowed.members(self.shadowed.optimizers[index]) for b in group)
+        if not self.gap:
+            self.watch.mark(b for group in self._members(index) for b in group)
 
     # ------------------------------------------------------------ the end of a step
 
     def close(self, step: int) -> None:
         """Everything so far belongs to `step`: queue its part, and what is anchored with it."""
-        changed = self._dirty | self.watch.changed()
-        if changed:
-            self.watch.mark(range(len(self.shadowed.params)))
         if self.link is not None and self.link.backlog > MAX_BACKLOG:
             self.gap = True
         if not self.gap:
+            changed = self._dirty | self.watch.changed()
+            if changed:
+                self.watch.mark_all()
             counts = self._counts(step)
             chosen = self._choose_anchors(counts, changed)
             anchored = self._stage_anchors(chosen)
@@ -291,8 +292,12 @@ class Recorder:
         if self.gap and not self._gap_told:
             self._gap_told = True
             self.gaps += 1
-            self._put(Batch(step, self.epoch, part=messages.encode(Part(self.rank, step, self.epoch, gap=True))))
+            part = messages.encode(Part(self.rank, step, self.epoch, gap=True))
+            self._put(Batch(step, self.epoch, part=part, gap=True))
+        self.updates = 0
         self._updates, self._gradients, self._dirty = [], [], set()
+        grads = enumerate(param.grad for param in self.shadowed.params)
+        self._last_grads = {block: weakref.ref(grad) for block, grad in grads if grad is not None}
 
     def close_first(self, step: int) -> None:
         """Step 0 of a run that the shadow does not know: every block that this rank owns, straight from its memory.
@@ -316,7 +321,7 @@ class Recorder:
     ) -> None:
         optimizers = self.shadowed.optimizers
         groups = [hyper_parameters(o) for o in optimizers] if self.lead else None
-        members = [self._members(o, i) for i, o in enumerate(optimizers)] if self.lead else None
+        members = [self._members(i) for i in range(len(optimizers))] if self.lead else None
         part = Part(
             self.rank, step, self.epoch,
             updates=self._updates,

@@ -81,6 +81,7 @@ class Agreed:
     `epoch` 0: the shadow was not reached.
     """
 
+    attempt: Attempt
     incarnation: Incarnation
     step: int | None = None
     epoch: int = 0
@@ -126,7 +127,7 @@ class Rendezvous:
         if not isinstance(adopted, Adopted):
             raise ProtocolError(f"{type(adopted).__name__} in answer to Adopt")
         return Agreed(
-            prepared.incarnation, chosen, adopted.epoch, adopted.life, prepared.world_size, adopted.fingerprint
+            attempt, prepared.incarnation, chosen, adopted.epoch, adopted.life, prepared.world_size, adopted.fingerprint
         )
 
     def _prepare(self, attempt: Attempt, fresh: bool) -> Prepared:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ log = logging.getLogger("checkmate")
 #: Entries that rank 0 sends for all, besides buffers.
 SHARED = frozenset(("buckets", "grads"))
 SLOW_S, LARGE_BYTES = 1e-3, 1 << 20
+#: Slow so many times in a row: on a busy machine anything is slow once.
+SLOW_TIMES = 5
 
 
 class Stateful(Protocol):
@@ -53,6 +56,7 @@ class Sidecars:
         self.buffers = dict(buffers)
         self.extra: dict[str, Callable[[], Any]] = {}
         self._known: dict[str, bytes | int] = {}
+        self._slow: Counter[str] = Counter()  #: times in a row
         self._warned: set[str] = set()
 
     def forget(self) -> None:
@@ -84,10 +88,11 @@ class Sidecars:
         return sources
 
     def _state_of(self, name: str, item: Stateful) -> bytes:
-        began = time.perf_counter()
+        began = time.thread_time()
         data = values.dumps(item.state_dict())
-        took = time.perf_counter() - began
-        if name not in self._warned and ((took > SLOW_S and self._known) or len(data) > LARGE_BYTES):
+        took = time.thread_time() - began
+        self._slow[name] = self._slow[name] + 1 if took > SLOW_S else 0
+        if name not in self._warned and (self._slow[name] == SLOW_TIMES or len(data) > LARGE_BYTES):
             self._warned.add(name)
             log.warning(
                 "checkmate: state_dict() of stateful[%r] (%s) takes %.1f ms and %d bytes in every step; "

@@ -68,9 +68,10 @@ class Pool:
             self.used_bytes += nbytes
         return Buffer(nbytes, self._pinned)
 
-    def has_free(self) -> bool:
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `take` would give a buffer of that size."""
         with self._lock:
-            return bool(self._free) or self.allocated_bytes < self.limit_bytes
+            return self.used_bytes + nbytes <= self.limit_bytes
 
     def give(self, buffer: Buffer) -> None:
         with self._lock:
@@ -90,6 +91,11 @@ class Batch:
     anchors: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: block, entry, bytes
     buffers: list[Buffer] = field(default_factory=list)
     ready: Callable[[], None] | None = None  #: waits until the device has filled the buffers
+    gap: bool = False  #: says that the step was not kept, which must be heard although later steps may count already
+
+    def void(self, epoch: int, step: int) -> bool:
+        """Whether a shadow that has all up to `step` of `epoch` has no use for this any more."""
+        return self.epoch < epoch or (self.epoch == epoch and self.step <= step and not self.gap)
 
     def frames(self, incarnation: bytes, rank: int) -> Iterator[tuple[Header, memoryview]]:
         """All frames of this batch, in the order in which they must leave."""

@@ -41,6 +41,9 @@ class Tap:
             torch._dynamo.disable(self._pre_hook) if _dynamo_loaded() else self._pre_hook
         )
         self._post = optimizer.register_step_post_hook(self._post_hook)
+        # Before the user's: what theirs change, replay will not.
+        posts: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        posts.move_to_end(self._post.id, last=False)
 
     def _pre_hook(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

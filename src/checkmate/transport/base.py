@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from socket import MSG_DONTWAIT, SHUT_RDWR
 from typing import Any, Protocol
 
@@ -32,6 +31,8 @@ from ..wire.frames import (
 Buffer = bytes | bytearray | memoryview
 #: Buffers handed to one ``sendmsg``: far below IOV_MAX, enough to make small frames cheap.
 _BATCH = 128
+#: And no more bytes than stay in the cache between the checksum and the send; the peer does not idle for long meanwhile.
+_BATCH_BYTES = 1 << 20
 
 
 class Stream(Protocol):
@@ -126,14 +127,17 @@ class Channel:
 
         Once this has raised, a frame may have left in part: close the channel.
         """
-        pending = iter(frames)
-        while batch := list(islice(pending, _BATCH // 2)):
-            buffers: list[Buffer] = []
-            for header, payload in batch:
-                buffers.append(encode_header(header, xxh3(payload)))
-                if header.length:
-                    buffers.append(payload)
-            self._send_all(buffers)
+        buffers: list[Buffer] = []
+        nbytes = 0
+        for header, payload in frames:
+            buffers.append(encode_header(header, xxh3(payload)))
+            if header.length:
+                buffers.append(payload)
+            nbytes += header.length
+            if nbytes >= _BATCH_BYTES or len(buffers) >= _BATCH:
+                self._send_all(buffers)
+                buffers, nbytes = [], 0
+        self._send_all(buffers)
 
     def _send_all(self, buffers: list[Buffer]) -> None:
         first = 0

@@ -30,11 +30,13 @@ HEADER_BYTES = _BODY.size + _SUM.size  # 80
 
 #: Longest payload of a frame with tensor bytes. Small enough to stay in cache between receiving and checksum.
 MAX_BULK_BYTES = 1 << 20
-#: Longest payload of a part or control message.
+#: Longest payload of a part, and of the sidecar that a reader gets: buffers of the model travel in them.
+MAX_PART_BYTES = 1 << 30
+#: Longest payload of any other control message.
 MAX_MESSAGE_BYTES = 64 << 20
 #: Longest message before the peer has been accepted.
 MAX_GREETING_BYTES = 4096
-#: Memory for a message before any of it has come. It doubles as bytes arrive: a header alone is no reason for 64 MiB.
+#: Memory for a message before any of it has come. It doubles as bytes arrive: a header alone is no reason for 1 GiB.
 FIRST_BYTES = 64 << 10
 
 
@@ -134,7 +136,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Header, int]:
     except ValueError:
         raise ProtocolError(f"unknown frame kind {kind}") from None
     header = Header(kind, length, inc, rank, epoch, step, block, update, entry, offset, round_)
-    limit = MAX_BULK_BYTES if kind in _BULK else MAX_MESSAGE_BYTES
+    limit = MAX_BULK_BYTES if kind in _BULK else MAX_PART_BYTES
     if length > limit:
         raise ProtocolError(f"{header}: longer than the {limit} bytes allowed")
     return header, payload_sum

@@ -269,6 +269,7 @@ class Join(_Message):
     life: Count  #: of the shadow's memory as this rank knows it, 0: unknown
     step: Count  #: newest step that this rank has closed
     spec: Spec | None = None
+    attempt: Attempt | None = None  #: comes along with the spec
 
 
 class Joined(_Message):
