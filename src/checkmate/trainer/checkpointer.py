@@ -6,7 +6,6 @@ import atexit
 import logging
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from . import rng
 from .buckets import Buckets
 from .data import Batches
 from .installing import install, keep_gradients
+from .lag import Lag
 from .link import Link
 from .model import Shadowed, describe, unrepeatable, unwrap
 from .recorder import Recorder
@@ -36,12 +36,6 @@ log = logging.getLogger("checkmate")
 
 #: Staging memory by default: this much, or four times what a step sends, whichever is more.
 STAGING_BYTES = 256 << 20
-#: While "block" makes training wait again and again, it is said once in so many seconds.
-QUIET_S = 60.0
-#: So many reports of one kind are shown; the rest are counted.
-REPORTS = 5
-#: A recovery point that is older than this many steps is worth a warning.
-LAG_STEPS = 2
 
 
 def attach(
@@ -107,14 +101,17 @@ class Checkpointer:
         self._address, self._run, self._fresh, self._token = address, run, fresh, token
         self._shadowed = shadowed
         self._layout = Layout(shadowed.spec)
-        self._block_s = block_timeout if on_lag == "block" else 0.0
         own = sum(aligned(s.nbytes) for s in self._layout.slices[self.rank].values())
         limit = staging_bytes if staging_bytes is not None else max(STAGING_BYTES, 4 * own)
         self._pool = Pool(max(limit, 2 * own), pinned=shadowed.spec.fingerprint.device == "cuda")
         ddp = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
         shared_buffers = ddp is not None and ddp.broadcast_buffers and self.rank != 0
         self._sidecars = Sidecars(stateful, {} if shared_buffers else shadowed.buffers)
-        self._recorder = Recorder(shadowed, self._layout, self.rank, self._pool, self._sidecars, self._on_full)
+        self._recorder = Recorder(shadowed, self._layout, self.rank, self._pool, self._sidecars)
+        self._lag = Lag(
+            self._recorder, self._pool, str(address), self.rank, block_timeout if on_lag == "block" else 0.0
+        )
+        self._recorder.on_full = self._lag.on_full
         self._buckets = None
         if ddp is not None:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
@@ -133,11 +130,6 @@ class Checkpointer:
         self._drift = unrepeatable(shadowed.optimizers)
         self._shadow_numerics: Fingerprint | None = None
         self._merged = 0
-        self._reports: Counter[str] = Counter()  #: by kind
-        self._told = False  #: the user knows that the recovery point is old
-        self._patient = True  #: "block" has not waited in vain since the shadow had last caught up
-        self._waited_s = 0.0
-        self._quiet_until = 0.0
         atexit.register(_close_at_exit, weakref.ref(self))
 
     # ------------------------------------------------------------ restore
@@ -237,7 +229,7 @@ class Checkpointer:
         if self.rank == 0:
             self._sidecars.extra["grads"] = self._recorder.kept_names
         self._recorder.begin_epoch(agreed.epoch)
-        self._link = self._recorder.link = Link(
+        self._link = self._recorder.link = self._lag.link = Link(
             self._address, self._run, agreed.attempt, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
             epoch=agreed.epoch, life=agreed.life, step=self._step, token=self._token,
         )  # fmt: skip
@@ -329,9 +321,8 @@ class Checkpointer:
         self._step += 1
         link.step = self._step
         self._take_up_epoch(link)
-        self._tell(link)
-        if self._block_s:
-            self._wait_for_shadow(link)
+        self._lag.tell(self._step)
+        self._lag.wait_after(self._step)
 
     def _accumulating(self) -> bool:
         """Finite gradients that no update has used yet. A GradScaler skips because some are not finite."""
@@ -364,112 +355,18 @@ class Checkpointer:
             self._recorder.begin_epoch(link.wanted)
             self._recorder.announce(self._step)
 
-    # ------------------------------------------------------------ lag
-
-    def _on_full(self, nbytes: int) -> bool:
-        """There is no staging memory for so many bytes. True: try again."""
-        link = self._link
-        if not self._block_s or link is None or link.fatal is not None or nbytes > self._pool.limit_bytes:
-            return False
-        return self._pause(
-            link, lambda: link.fatal is not None or self._pool.has_room(nbytes), "staging memory is full"
-        )
-
-    def _wait_for_shadow(self, link: Link) -> None:
-        def caught_up() -> bool:
-            ack = link.ack
-            if link.fatal is not None or link.wanted > self._recorder.epoch:
-                return True  # the next step brings it on
-            return ack is not None and ack.epoch == self._recorder.epoch and ack.stable >= self._step - 1
-
-        if caught_up():
-            self._patient = True
-        elif not self._recorder.gap:
-            self._pause(link, caught_up, "the shadow is behind")
-
-    def _pause(self, link: Link, until: Callable[[], bool], why: str) -> bool:
-        """Wait for the shadow, for `block_timeout` at most; after that no more until it has caught up."""
-        if not self._patient:
-            return False
-        began = time.monotonic()
-        done, told = link.wait_for(until, min(1.0, self._block_s)), False
-        if not done:
-            told = self.rank == 0 and began >= self._quiet_until
-            if told:
-                self._quiet_until = began + QUIET_S
-                trouble = link.trouble or "connected"
-                log.warning("checkmate: training waits for %s (%s; %s)", self._address, why, trouble)
-            done = link.wait_for(until, self._block_s - 1.0)
-        waited = time.monotonic() - began
-        self._waited_s += waited
-        if done and told:
-            log.warning("checkmate: training goes on after %.1f s", waited)
-        elif not done:
-            self._patient = False
-            log.warning("checkmate: waited %.1f s for %s; training goes on without it", waited, self._address)
-        return done
-
-    def _tell(self, link: Link) -> None:
-        """One warning when the recovery point falls behind, one line when it is up again; reports as they come."""
-        while link.reports:
-            report = link.reports.popleft()
-            self._reports[report.kind] += 1
-            if self.rank == 0 and self._reports[report.kind] <= REPORTS:
-                more = "; more of this kind are only counted" if self._reports[report.kind] == REPORTS else ""
-                log.warning("checkmate: %s%s", report.text, more)
-        recovery = self._recovery_step()
-        behind = recovery is None or self._step - recovery > LAG_STEPS
-        lost = self._recorder.gap or not link.streaming or link.fatal is not None
-        if not self._told and (lost or (behind and self._step - (recovery or 0) > 10)):
-            self._told = True
-            self._say(link, recovery)
-        elif self._told and not behind and not lost:
-            self._told = False
-            if self.rank == 0:
-                log.warning("checkmate: whole again: a restart would resume at step %d", recovery)
-
-    def _say(self, link: Link, recovery: int | None) -> None:
-        if link.fatal is not None:
-            why = str(link.fatal)
-        elif self._recorder.gap:
-            why = f"the shadow does not keep up, and staging ({self._pool.limit_bytes:,} bytes) is full"
-            if self._recorder.at_once:
-                why += "; it cannot replay as fast as training steps, so it takes the whole state from time to time"
-        elif not link.streaming:
-            why = link.trouble or "no connection"
-        else:
-            why = "the shadow is behind"
-        point = (
-            f"a restart would resume at step {recovery}"
-            if recovery is not None
-            else "whether the shadow holds a step is unknown"
-        )
-        if self.rank == 0:
-            going = "" if self._block_s and self._patient else " Training goes on."
-            log.warning("checkmate: step %d: %s (%s).%s", self._step, point, why, going)
-        else:
-            log.info("checkmate: rank %d, step %d: %s (%s)", self.rank, self._step, point, why)
-
-    def _recovery_step(self) -> int | None:
-        ack = self._link.ack if self._link is not None else None
-        return ack.recovery if ack is not None and ack.recovery >= 0 else None
-
-    def _safe(self, step: int) -> bool:
-        recovery = self._recovery_step()
-        return recovery is not None and recovery >= step
-
     def stats(self) -> dict[str, Any]:
         """Where the checkpoint stands, as this rank knows it. Costs nothing; never waits.
 
         ``recovery_step`` is the step that a restart would resume, None while that is not known or there is none;
         ``lag_steps`` how many steps behind `step` it is. ``state``: streaming, anchoring, degraded, gone or refused.
         """
-        link, recovery = self._link, self._recovery_step()
+        link, recovery = self._link, self._lag.recovery_step
         return {
             "step": self._step,
             "recovery_step": recovery,
             "lag_steps": None if recovery is None else self._step - recovery,
-            "state": self._state(),
+            "state": "closed" if self._closed else self._lag.state,
             "mode": "drift" if self._drift_reasons() else "exact",
             "drift": self._drift_reasons(),
             "epoch": self._recorder.epoch,
@@ -479,23 +376,11 @@ class Checkpointer:
             "staging_bytes": self._pool.allocated_bytes,
             "staging_used_bytes": self._pool.used_bytes,
             "gaps": self._recorder.gaps,
-            "waited_s": self._waited_s,
+            "waited_s": self._lag.waited_s,
             "merged_steps": self._merged,
-            "differences": self._reports["differs"],
-            "reports": dict(self._reports),
+            "differences": self._lag.reports["differs"],
+            "reports": dict(self._lag.reports),
         }
-
-    def _state(self) -> str:
-        link = self._link
-        if link is None or self._closed:
-            return "closed" if self._closed else "attached"
-        if link.fatal is not None:
-            return "refused"
-        if not link.streaming:
-            return "gone"
-        if self._recorder.gap or link.wanted > self._recorder.epoch:
-            return "degraded"
-        return "anchoring" if self._recorder.lacking else "streaming"
 
     def _drift_reasons(self) -> list[str]:
         reasons = list(self._drift)
@@ -518,24 +403,18 @@ class Checkpointer:
         target = self._step if step is None else step
         if target > self._step:
             raise UsageError(f"wait({target}): the newest step is {self._step}")
-        link.wait_for(
-            lambda: link.fatal is not None or self._safe(target) or self._hopeless(link),
-            timeout,
-        )
-        recovery = self._recovery_step()
+        lag = self._lag
+        link.wait_for(lambda: link.fatal is not None or lag.safe(target) or lag.hopeless, timeout)
+        recovery = lag.recovery_step
         if recovery is None or recovery < target:
             why = (
                 str(link.fatal)
                 if link.fatal
-                else link.trouble or ("its gradients were not kept" if self._hopeless(link) else "no answer")
+                else link.trouble or ("its gradients were not kept" if lag.hopeless else "no answer")
             )
             late = "" if timeout is None else f" after {timeout:g} s"
             raise Unreachable(f"step {target} is not safe{late} ({why}); a restart would resume at step {recovery}")
         return recovery
-
-    def _hopeless(self, link: Link) -> bool:
-        """Without further steps, the newest will not become safe."""
-        return self._recorder.gap or link.wanted > self._recorder.epoch
 
     def anchor(self) -> None:
         """Send the whole state with the next step, whatever the shadow holds."""
@@ -569,8 +448,8 @@ class Checkpointer:
             return
         deadline = time.monotonic() + timeout
         try:
-            if timeout > 0 and link.streaming and not self._hopeless(link):
-                link.wait_for(lambda: not link.streaming or self._safe(self._step), timeout)
+            if timeout > 0 and link.streaming and not self._lag.hopeless:
+                link.wait_for(lambda: not link.streaming or self._lag.safe(self._step), timeout)
         finally:
             link.close(deadline - time.monotonic())
 

@@ -47,7 +47,6 @@ class Recorder:
         rank: int,
         pool: Pool,
         sidecars: Sidecars,
-        on_full: Callable[[int], bool],
     ) -> None:
         self.shadowed, self.layout, self.rank, self.pool, self.sidecars = (
             shadowed,
@@ -62,7 +61,7 @@ class Recorder:
         self.gaps = 0
         self.at_once = False  #: anchor all blocks in one step
         self.link: Link | None = None
-        self._on_full = on_full
+        self.on_full: Callable[[int], bool] = lambda nbytes: False  #: no room for so many bytes; True: try again
         self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
         self._ids: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
         self._blocks: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
@@ -233,7 +232,7 @@ class Recorder:
 
     def _take(self, nbytes: int) -> Buffer | None:
         buffer = self.pool.take(nbytes)
-        while buffer is None and self._on_full(nbytes):
+        while buffer is None and self.on_full(nbytes):
             buffer = self.pool.take(nbytes)
         return buffer
 
