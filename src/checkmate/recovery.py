@@ -54,7 +54,7 @@ def open_channel(address: Address, role: str, token: bytes | None, timeout_s: fl
             return channel
         except OSError as error:
             if time.monotonic() + 0.2 > deadline:
-                raise Unreachable(f"{address} did not answer within {timeout_s:g} s: {error}") from error
+                raise Unreachable(f"{address} did not answer within {timeout_s:.3g} s: {error}") from error
             if not told and time.monotonic() - began > TELL_S:
                 told = True
                 log.warning("checkmate: no answer from %s (%s); trying for %.0f s more", address, error, left)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,11 @@ def until(run: Run, holds: Callable[[], bool]) -> None:
                 return
             run.changed.wait(0.01)  # not everything is worth a notification
     raise AssertionError("it does not come")
+
+
+def until_waiting(run: Run, count: int) -> None:
+    """Until so many threads, the replayer among them, wait for something of this run."""
+    until(run, lambda: len(run.changed._waiters) >= count)  # type: ignore[attr-defined]
 
 
 def expire(attempt: Attempt) -> None:
@@ -120,10 +127,13 @@ def test_attempt_that_speaks_up_in_time_is_live(run: Run, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("job", "restarts", "displaces"), [("job", 2, True), ("job", 1, False), ("other", 2, False), ("", 2, False)]
+    ("old", "job", "restarts", "displaces"),
+    [("job", "job", 2, True), ("job", "job", 1, False), ("job", "other", 2, False), ("", "", 2, False)],
 )
-def test_same_job_with_a_higher_restart_count_displaces(run: Run, job: str, restarts: int, displaces: bool) -> None:
-    first = Attempt(run, "job", 1).begin()
+def test_same_job_with_a_higher_restart_count_displaces(
+    run: Run, old: str, job: str, restarts: int, displaces: bool
+) -> None:
+    first = Attempt(run, old, 1).begin()
     for rank in (0, 1):
         first.detach(rank)
     second = Attempt(run, job, restarts)
@@ -143,7 +153,7 @@ def test_two_prepares_of_one_attempt_at_once_get_one_answer(run: Run, monkeypatc
         run.leave(control.member)
     second = Attempt(run)
     calls = [Call(second.prepare), Call(second.prepare)]
-    until(run, lambda: run._draining)
+    until_waiting(run, 3)
     for rank in (0, 1):
         first.detach(rank)
     answers = [call.end() for call in calls]
@@ -157,6 +167,7 @@ def test_newer_of_two_attempts_that_prepare_at_once_holds_the_run(run: Run, monk
     older = Call(second.prepare)
     until(run, lambda: run._draining)
     newer = Call(third.prepare)
+    until_waiting(run, 3)
     for rank in (0, 1):
         first.detach(rank)
     older.end()
@@ -209,6 +220,7 @@ def test_connection_that_waits_for_the_ring_does_not_hold_up_a_restart(
     assert Attempt(run).prepare().steps == [0]
     with pytest.raises(Superseded):
         ahead.end()
+    assert not first.data[0].closed  # nobody had to
 
 
 def test_connection_that_neither_sends_nor_ends_is_closed(run: Run) -> None:
@@ -238,9 +250,12 @@ def test_older_attempt_that_wakes_up_is_fenced_and_writes_into_nothing(run: Run)
         run.arrived(frame, message, first.data[0], False)
     with pytest.raises(Superseded):
         first.send(1, first.grads(1))
-    for late in (lambda: first.adopt(0), lambda: first.join(0), lambda: first.attach(0)):
-        with pytest.raises(NotTaken, match="superseded"):
-            late()
+    stranger = Attempt(run)
+    stranger.incarnation = m.Incarnation(second.incarnation.number, stranger.attempt.id)
+    for other in (first, stranger):
+        for late in (lambda: other.adopt(0), lambda: other.join(0), lambda: other.attach(0)):  # noqa: B023
+            with pytest.raises(NotTaken, match="superseded"):
+                late()
     second.await_applied()
     assert same(held(run), second.history[1])
 
@@ -376,17 +391,21 @@ def test_step_that_cannot_be_applied_is_no_longer_promised(run: Run, monkeypatch
     first = Attempt(run).begin()
     first.steps(1)
     memory = run.memory_bytes()
-    original = State.apply
+    original, delivered, tried = State.apply, threading.Event(), []
 
-    def fails(state: State, step: int, *rest: object) -> None:
-        original(state, step, *rest)  # type: ignore[arg-type]
+    def fails(state: State, step: int, *rest: Any) -> Any:
+        tried.append(step)
+        result = original(state, step, *rest)
         if step == 2:
+            assert delivered.wait(PATIENCE_S)
             raise RuntimeError("out of memory")
+        return result
 
     monkeypatch.setattr(State, "apply", fails)
     for _ in range(3):
         first.train()
-        first.deliver()
+        first.deliver(anchored=True)
+    delivered.set()
     report = first.controls[0].hear(m.Report)
     assert "cannot apply step 2: out of memory" in report.text
     ack = first.controls[0].hear(m.Ack, lambda ack: ack.epoch == 2)
@@ -397,9 +416,10 @@ def test_step_that_cannot_be_applied_is_no_longer_promised(run: Run, monkeypatch
     first.train()
     first.deliver(anchored=True)
     first.steps(1)
-    assert first.controls[0].channel.stream is not None
+    assert tried == [2, 5, 6]
     assert same(held(run), first.history[6])
-    assert run.memory_bytes() <= memory + 3 * 256
+    assert not run._buffers
+    assert run.memory_bytes() <= memory + 2 * 256
 
 
 # ---------------------------------------------------------------- join
@@ -616,9 +636,9 @@ def test_removal_while_a_step_is_applied_leaves_no_thread(run: Run, monkeypatch:
     run._audit(m.Audit(0, [m.Digest(0, "", 0, 64, 0)]))
     original = State.apply
 
-    def removed_meanwhile(state: State, *rest: object) -> None:
+    def removed_meanwhile(state: State, *rest: Any) -> Any:
         run.remove(force=True)
-        original(state, *rest)  # type: ignore[arg-type]
+        return original(state, *rest)
 
     monkeypatch.setattr(State, "apply", removed_meanwhile)
     first.train()

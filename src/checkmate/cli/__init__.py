@@ -34,6 +34,6 @@ def main() -> None:
     except UsageError as error:
         print(f"checkmate: {error}", file=sys.stderr)
         sys.exit(2)
-    except CheckmateError as error:
+    except (CheckmateError, OSError) as error:
         print(f"checkmate: {error}", file=sys.stderr)
         sys.exit(1)

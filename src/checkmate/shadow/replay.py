@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -201,18 +201,24 @@ class State:
         leads: Iterable[int],
         gradient: Callable[[int, int], Tensor],
         anchored: Callable[[int, int], Tensor],
-    ) -> None:
+        suspects: Collection[int] = (),
+    ) -> dict[int, float]:
         """Apply one step: its updates in order, then its anchors, then its groups and sidecars.
 
-        `gradient(update, block)` and `anchored(block, entry)` give the received tensors.
+        `gradient(update, block)` and `anchored(block, entry)` give the received tensors. Returns how far each block
+        among `suspects` was from its anchor, where it got one: the largest absolute difference.
         """
         leading = [parts[rank] for rank in sorted(leads)]
         for part in leading:
             for number, update in enumerate(part.updates):
                 self._update(number, update, gradient)
+        distances: dict[int, float] = {}
         for part in parts.values():
             for anchor in part.anchors:
-                self.install(anchor, [anchored(anchor.block, entry) for entry in range(len(anchor.entries))])
+                tensors = [anchored(anchor.block, entry) for entry in range(len(anchor.entries))]
+                if anchor.block in suspects:
+                    distances[anchor.block] = self._distance(anchor, tensors)
+                self.install(anchor, tensors)
         for part in leading:
             if part.groups is not None:
                 self.groups = list(part.groups)
@@ -226,6 +232,21 @@ class State:
             for name in part.dropped:
                 entries.pop(name, None)
         self.step = step
+        return distances
+
+    def _distance(self, anchor: Anchor, tensors: list[Tensor]) -> float:
+        """Largest absolute difference between a block's state here and in an anchor."""
+        if self.params[anchor.block] is None:
+            return 0.0
+        _, held, _ = self.entries(anchor.block)
+        largest = 0.0
+        for entry, theirs in zip(anchor.entries, tensors, strict=True):
+            ours = held.get(entry.key)
+            if ours is None or ours.shape != theirs.shape:
+                return float("inf")
+            if ours.numel():
+                largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
+        return largest
 
     def _update(self, number: int, update: Update, gradient: Callable[[int, int], Tensor]) -> None:
         optimizer = self.optimizers[update.optimizer]

@@ -270,11 +270,12 @@ class Run:
     def _check_current(self, incarnation: Incarnation) -> None:
         self._check_not_ended()
         if self.incarnation is not None and incarnation != self.incarnation:
+            held = self._recoverable()
+            holds = f"step {held[0].step}" if held else "no whole step yet"
             raise NotTaken(
                 "superseded",
-                f"run {self.name!r}: attempt {incarnation} is superseded by {self.incarnation}"
-                if incarnation.number <= self.incarnation.number
-                else f"run {self.name!r} is held here by {self.incarnation}, which {incarnation} has not restored",
+                f"run {self.name!r} is that of attempt {self.incarnation} here, with {holds}, which stays untouched; "
+                f"attempt {incarnation} is superseded, or has never restored it: restart to go on from there",
             )
 
     def _check_memory(self, spec: Spec) -> None:
@@ -603,8 +604,9 @@ class Run:
         with self._between_steps:
             try:
                 self._set_numerics(state.spec)
-                differences = {b: _largest(state, a, anchored) for b, a in anchors.items() if b in self._suspects}
-                state.apply(work.step, work.parts, partition.layout.leads, gradient, anchored)
+                differences = state.apply(
+                    work.step, work.parts, partition.layout.leads, gradient, anchored, self._suspects
+                )
                 digests = [d for part in work.parts.values() for d in part.audits]
                 differing = state.differing(digests) if state.whole else []
             except Exception as error:  # whatever a part may ask for: the replayer goes on
@@ -714,18 +716,3 @@ class Run:
         with contextlib.suppress(RuntimeError):  # the replayer may add to a state while it is counted
             return sum(t.numel() * t.element_size() for t in tensors) + sum(state.nbytes() for state in held)
         return -1
-
-
-def _largest(state: State, anchor: Anchor, anchored: Any) -> float:
-    """Largest absolute difference between a block's state here and its anchor."""
-    if state.params[anchor.block] is None:
-        return 0.0
-    _, tensors, _ = state.entries(anchor.block)
-    largest = 0.0
-    for number, entry in enumerate(anchor.entries):
-        ours, theirs = tensors.get(entry.key), anchored(anchor.block, number)
-        if ours is None or ours.shape != theirs.shape:
-            return float("inf")
-        if ours.numel():
-            largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
-    return largest

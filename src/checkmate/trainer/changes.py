@@ -62,32 +62,39 @@ class Watch:
 
     def _look(self, group: tuple[int, ...], last: _Look | None) -> _Look:
         params = [self._params[block] for block in group]
-        addresses = [param.data_ptr() for param in params]
-        facts: list[Any] = [addresses, [param._version for param in params]]
-        states = [
-            list(optimizer.state[param].values()) if optimizer is not None and param in optimizer.state else []
-            for param, optimizer in zip(params, [self._optimizer_of[block] for block in group], strict=True)
+        counts, entries = [], []
+        for block, param in zip(group, params, strict=True):
+            optimizer = self._optimizer_of[block]
+            state = optimizer.state.get(param, ()) if optimizer is not None else ()
+            counts.append(len(state))
+            if state:
+                entries += state.values()
+        facts = [
+            [param.data_ptr() for param in params],
+            [param._version for param in params],
+            counts,
+            list(map(id, entries)),
+            [entry._version if isinstance(entry, torch.Tensor) else 0 for entry in entries],
         ]
-        facts += [
-            [list(map(id, state)) for state in states],
-            [[v._version for v in state if isinstance(v, torch.Tensor)] for state in states],
-        ]
-        views = last.views if last is not None and last.facts[0] == addresses else [_view(p.detach()) for p in params]
+        views = last.views if last is not None and last.facts[0] == facts[0] else [_view(p.detach()) for p in params]
         return _Look(facts, views, torch.cat(views) if views else torch.empty(0))
 
 
 class _Look(NamedTuple):
-    """What a group of blocks looked like."""
+    """What a group of blocks looked like. Few lists, however many blocks: each is work for the garbage collector."""
 
-    facts: list[Any]  #: per block: address, version, identities and versions of its state
+    facts: list[list[int]]  #: address, version, number of state entries of each block; identity, version of each entry
     views: list[torch.Tensor]
     sample: torch.Tensor
 
     def of(self, index: int) -> tuple[Any, ...]:
         """All of one block, comparable."""
+        addresses, versions, counts, ids, entry_versions = self.facts
+        entries = slice(first := sum(counts[:index]), first + counts[index])
         sizes = [len(view) for view in self.views]
         start = sum(sizes[:index])
-        return (*(fact[index] for fact in self.facts), self.sample[start : start + sizes[index]].tolist())
+        sample = self.sample[start : start + sizes[index]].tolist()
+        return addresses[index], versions[index], ids[entries], entry_versions[entries], sample
 
 
 def _view(param: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .data import Batches
 from .installing import install, keep_gradients
 from .lag import Lag
 from .link import Link
-from .model import Shadowed, describe, unrepeatable, unwrap
+from .model import Shadowed, describe, inexact, unwrap
 from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, rank_and_world, together
 from .sidecar import Sidecars, Stateful, check_stateful
@@ -64,7 +64,8 @@ def attach(
         tap: where gradients are read; "step" is at ``optimizer.step()``.
         replay: "match" replays with the trainer's own optimizer flags, bit for bit; "fast" with fused kernels.
         on_lag: "degrade" never waits for the shadow; "block" waits until at most one step is not safe.
-        staging_bytes: host memory of this rank that may hold steps on their way to the shadow.
+        staging_bytes: host memory of this rank that may hold steps on their way to the shadow; never less than for two
+            steps and, while the shadow takes in the state anew, for that beside them.
         block_timeout: seconds that "block" waits before it degrades; below the process group's timeout.
         fresh: begin a new lineage beside what the shadow holds of this run.
         token: the shared secret that the shadow was started with.
@@ -127,7 +128,9 @@ class Checkpointer:
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
-        self._drift = unrepeatable(shadowed.optimizers)
+        self._drift = inexact(shadowed)
+        for why in self._drift if self.rank == 0 else ():
+            log.warning("checkmate: replay may differ from training in its last bits: %s", why)
         self._shadow_numerics: Fingerprint | None = None
         self._merged = 0
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -187,7 +190,7 @@ class Checkpointer:
         self._restored = False
         if self._link is not None:
             self._link.close()
-            self._link = self._recorder.link = None
+            self._link = self._recorder.link = self._lag.link = None
 
     def _load(self, agreed: Agreed, deadline: float) -> None:
         left = max(1.0, deadline - time.monotonic())
@@ -272,7 +275,11 @@ class Checkpointer:
         if self._closed:
             return
         if self._restored:
-            self._guarded(lambda: self._recorder.before(index, self._step + 1))
+            try:
+                self._guarded(lambda: self._recorder.before(index, self._step + 1))
+            finally:
+                if not self._compared:
+                    self._compare_first_gradients()
         elif any(float(group["lr"]) != 0.0 for group in self._shadowed.optimizers[index].param_groups):
             self._trained = True  # torch's own fake step, which leaves parameters alone, has lr 0
 
@@ -304,9 +311,7 @@ class Checkpointer:
             )
         recorder, link = self._recorder, self._link
         assert link is not None
-        if not self._compared:
-            self._compare_first_gradients()
-        if recorder.updates == 0 and self._accumulating():
+        if link.fatal is None and recorder.updates == 0 and self._accumulating():
             self._merged += 1
             if self._merged == 1 and self.rank == 0:
                 log.warning(
@@ -331,20 +336,26 @@ class Checkpointer:
         return bool(pending) and all(bool(torch.isfinite(g).all()) for g in pending)
 
     def _compare_first_gradients(self) -> None:
-        """At the first update of a process, all replicas must hold the same gradient. A collective, till then."""
-        gathered: list[dict[int, int]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(gathered, self._recorder.first_gradients or {})
-        if not any(gathered):
-            return  # no update yet, on any rank
+        """At the first update of a process, all replicas must hold the same gradient. A collective, till then.
+
+        Here and not in `step`: ranks that call that a different number of times would wait for each other for ever.
+        """
+        unprotected = self._link is not None and self._link.fatal is not None  # records nothing
+        gathered: list[dict[int, int] | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, None if unprotected else self._recorder.first_gradients or {})
+        told = {rank: digests for rank, digests in enumerate(gathered) if digests is not None}
+        if told and not any(told.values()):
+            return  # an update without a gradient, on every rank
         self._compared = True
         self._recorder.first_gradients = None
-        for other, theirs in enumerate(gathered):
-            different = [b for b in sorted(set(theirs) | set(gathered[0])) if theirs.get(b) != gathered[0].get(b)]
+        first, ours = next(iter(told.items()), (0, {}))
+        for other, theirs in told.items():
+            different = [b for b in sorted(set(theirs) | set(ours)) if theirs.get(b) != ours.get(b)]
             if different:
                 self.close(timeout=0)
                 names = ", ".join(self._layout.blocks[b].fqn for b in different[:3])
                 raise ReplicasDiffer(
-                    f"ranks 0 and {other} hold different gradients at optimizer.step(): {names}"
+                    f"ranks {first} and {other} hold different gradients at optimizer.step(): {names}"
                     f"{' and others' if len(different) > 3 else ''}. Every rank must apply the same averaged gradient: "
                     "wrap the model in DistributedDataParallel, and edit gradients alike on all ranks."
                 )

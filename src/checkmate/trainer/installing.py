@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from .. import values
 from ..errors import CheckmateError, Unreachable
 from ..recovery import Reader, ShadowReader, empty
+from ..tensors import dtype_of
+from ..wire.messages import Entry
 from .model import Shadowed
 from .sidecar import SHARED, Sidecars
 
@@ -46,11 +48,11 @@ def install(shadowed: Shadowed, sidecars: Sidecars, source: ShadowReader, rank: 
 def _fill(shadowed: Shadowed, source: ShadowReader, reader: Reader) -> dict[str, dict[str, torch.Tensor]]:
     """Load parameters in place and optimizer state into new tensors, through ``dcp.load``."""
     states: dict[str, dict[str, torch.Tensor]] = {}
+    model = {block.fqn: shadowed.params[i].detach() for i, block in enumerate(shadowed.spec.blocks)}
     for held in reader.leased.held:
-        entries = {entry.key: empty(entry) for entry in held.entries[1:]}
+        entries = {entry.key: _empty(entry, model[held.block.fqn]) for entry in held.entries[1:]}
         if entries:
             states[held.block.fqn] = entries
-    model = {block.fqn: shadowed.params[i].detach() for i, block in enumerate(shadowed.spec.blocks)}
     tree: dict[str, Any] = {"model": model}
     if states:
         tree["optimizer"] = {"state": states}
@@ -70,6 +72,16 @@ def _fill(shadowed: Shadowed, source: ShadowReader, reader: Reader) -> dict[str,
         if param.device.type != "cpu":
             states[fqn] = {k: t.to(param.device) if t.shape == param.shape else t for k, t in entries.items()}
     return states
+
+
+def _empty(entry: Entry, param: torch.Tensor) -> torch.Tensor:
+    """Host memory for optimizer state. Where it is as large as its parameter, it lies in memory as that does.
+
+    Fused kernels rely on it: they go through both without looking at strides.
+    """
+    if list(param.shape) == entry.sizes:
+        return torch.empty_like(param, dtype=dtype_of(entry.dtype), device="cpu")
+    return empty(entry)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -35,6 +35,7 @@ class Lag:
         self._patient = True  #: until one wait was in vain
         self._quiet_until = 0.0
         self._told = False  #: the user knows that the recovery point is old
+        self._told_fatal = False  #: and that it will stay so
 
     # ------------------------------------------------------------ where it stands
 
@@ -83,7 +84,10 @@ class Lag:
         recovery = self.recovery_step
         behind = recovery is None or step - recovery > LAG_STEPS
         lost = self._recorder.gap or not link.streaming or link.fatal is not None
-        if not self._told and (lost or (behind and step - (recovery or 0) > LATE_STEPS)):
+        if link.fatal is not None and not self._told_fatal:
+            self._told = self._told_fatal = True
+            self._warn(link, step, recovery)
+        elif not self._told and (lost or (behind and step - (recovery or 0) > LATE_STEPS)):
             self._told = True
             self._warn(link, step, recovery)
         elif self._told and not behind and not lost:

@@ -177,13 +177,19 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer, members: list[list[int
     return Optimizer(module, cls.__qualname__, hyper_parameters(optimizer), members)
 
 
-def unrepeatable(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Which of these torch does not step alike each time, from the same state and gradients."""
+def inexact(shadowed: Shadowed) -> list[str]:
+    """Why replay may not give the bits of these optimizers, though it steps as they do."""
     half = (torch.float16, torch.bfloat16)
-    groups = [group for o in optimizers if type(o) is torch.optim.SGD for group in o.param_groups]
-    if any(g["fused"] and g["momentum"] and any(p.dtype in half for p in g["params"]) for g in groups):
-        return ["torch's fused SGD with momentum reads beside its buffers in half precision; use fused=False"]
-    return []
+    reasons = []
+    for group in (group for optimizer in shadowed.optimizers for group in optimizer.param_groups):
+        fused = bool(group.get("fused"))
+        if fused and group.get("momentum") and any(param.dtype in half for param in group["params"]):
+            reasons.append("torch's fused SGD reads beside its momentum buffers in half precision; use fused=False")
+        odd = (param for param in group["params"] if not param.is_contiguous() and (fused or param.dtype in half))
+        if (param := next(odd, None)) is not None:
+            fqn = shadowed.spec.blocks[shadowed.number[param]].fqn
+            reasons.append(f"torch rounds by position in memory here, and parameter {fqn} is not contiguous")
+    return reasons
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> bytes:

@@ -66,6 +66,7 @@ class Recorder:
         self._ids: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
         self._blocks: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
         self.watch = Watch(shadowed.params, [shadowed.optimizers[i] if i >= 0 else None for i in self._optimizer_of])
+        self._step_bytes = sum(aligned(piece.nbytes) for piece in layout.slices[rank].values())
         self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
         self._checked_gradients = False
         #: Gradients outlive their step: ``zero_grad(set_to_none=False)``. An optimizer steps on zeros, and skips None.
@@ -105,6 +106,8 @@ class Recorder:
 
     def all_anchored(self) -> None:
         """The shadow holds this very state: it was restored from there."""
+        for index in range(len(self.shadowed.optimizers)):
+            self._members(index)  # with groups that training had added
         self._unanchored = []
         self._settled = True
         self.watch.mark_all()
@@ -189,7 +192,7 @@ class Recorder:
             raise Unsupported(
                 f"the gradient of {self._fqn(block)} is {grad.dtype}, its parameter {param.dtype}; let them agree"
             )
-        return grad.detach()
+        return grad.detach() if grad.requires_grad else grad
 
     def _fqn(self, block: int) -> str:
         return self.layout.blocks[block].fqn
@@ -207,9 +210,7 @@ class Recorder:
             block, grad = small[step % len(small)]
             self._gradients.append(Digest(block, "grad", 0, grad.numel() * grad.element_size(), xxh3(host_bytes(grad))))
 
-    first_gradients: dict[int, int] | None = (
-        None  #: digests of the first update, until the first step has compared them
-    )
+    first_gradients: dict[int, int] | None = None  #: digests of the first update, until they are compared
 
     def _stage(self, number: int, step: int, blocks: list[int], grads: list[torch.Tensor]) -> None:
         slices = self.layout.slices[self.rank]
@@ -223,12 +224,8 @@ class Recorder:
         targets, pieces = buffer.views(mine, lambda memory: self._views(memory, buffer, mine))
         by_block = dict(zip(blocks, grads, strict=True))
         sources = [self._part_of(by_block[b], slices[b].offset, slices[b].nbytes) for b in mine]
-        batch = Batch(step, self.epoch, number, pieces, buffers=[buffer])
-        if sources[0].device.type == "cuda":
-            batch.ready = _copy_from_device(targets, sources)
-        else:
-            torch._foreach_copy_(targets, sources)
-        self._put(batch)
+        ready = copy_to_host(targets, sources)
+        self._put(Batch(step, self.epoch, number, pieces, buffers=[buffer], ready=ready))
 
     def _take(self, nbytes: int) -> Buffer | None:
         buffer = self.pool.take(nbytes)
@@ -376,8 +373,11 @@ class Recorder:
         """Copies of these blocks' state; None if there is no room for them."""
         anchors, pieces = [], []
         buffers: list[Buffer] = []
-        for block in blocks:
-            anchor, tensors = self._anchor(block)
+        found = [self._anchor(block) for block in blocks]
+        # However little the user allows, they must fit beside two steps: else the shadow would never be whole again.
+        need = sum(aligned(entry.nbytes) for anchor, _ in found for entry in anchor.entries)
+        self.pool.limit_bytes = max(self.pool.limit_bytes, 2 * self._step_bytes + need)
+        for block, (anchor, tensors) in zip(blocks, found, strict=True):
             buffer = self._take(sum(aligned(entry.nbytes) for entry in anchor.entries))
             if buffer is None:
                 for taken in buffers:
@@ -420,6 +420,14 @@ class Recorder:
             for entry, tensor in zip(anchor.entries, tensors, strict=True):
                 found.append(Digest(block, entry.key, 0, entry.nbytes, xxh3(host_bytes(tensor))))
         return found
+
+
+def copy_to_host(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None] | None:
+    """Copy, or begin to: what it returns waits until all is there; None: it is."""
+    if sources[0].device.type == "cuda":
+        return _copy_from_device(targets, sources)
+    torch._foreach_copy_(targets, sources)
+    return None
 
 
 def _copy_from_device(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:

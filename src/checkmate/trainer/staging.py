@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import bytes_of, uninitialised
+from ..tensors import bytes_of
 from ..wire.frames import MAX_BULK_BYTES, Header, Kind
 
 #: Pieces begin at multiples of this many bytes, which suits every dtype and a cache line.
@@ -24,8 +24,7 @@ class Buffer:
     """A piece of host memory, page-locked where a GPU copies into it."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
-        kind = torch.uint8
-        self.tensor = torch.empty(nbytes, dtype=kind, pin_memory=True) if pinned else uninitialised((nbytes,), kind)
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.memory = bytes_of(self.tensor)
         self._views: dict[Hashable, Any] = {}
 

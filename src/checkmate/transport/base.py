@@ -31,7 +31,7 @@ from ..wire.frames import (
 Buffer = bytes | bytearray | memoryview
 #: Buffers handed to one ``sendmsg``: far below IOV_MAX, enough to make small frames cheap.
 _BATCH = 128
-#: And no more bytes than stay in the cache between the checksum and the send; the peer does not idle for long meanwhile.
+#: And no more bytes than stay in the cache between their checksum and their copy into the kernel.
 _BATCH_BYTES = 1 << 20
 
 
@@ -191,7 +191,7 @@ def call(channel: Channel, request: messages.Control, timeout_s: float) -> messa
             channel.send(request)
             message = channel.message()
     except TimeoutError:
-        raise Unreachable(f"{channel.peer} did not answer {type(request).__name__} within {timeout_s:g} s") from None
+        raise Unreachable(f"{channel.peer} did not answer {type(request).__name__} within {timeout_s:.3g} s") from None
     if message is None:
         raise ConnectionResetError(f"{channel.peer} closed the connection")
     if isinstance(message, messages.Refusal):
