@@ -29,9 +29,7 @@ TORCH_DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")},
     key=str,
 )
-NUMPY_DTYPES = [
-    f"{order}{code}" for code in ("i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16") for order in "<>"
-]
+NUMPY_DTYPES = [f"{order}{code}" for code in ("i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16") for order in "<>"]
 NUMPY_DTYPES += ["|b1", "|i1", "|u1", np.dtype(np.longdouble).str]
 
 
@@ -49,11 +47,7 @@ def strict_equal(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex):
-        return (
-            strict_equal((a.real, a.imag), (b.real, b.imag))
-            if type(a) is complex
-            else a.tobytes() == b.tobytes()
-        )
+        return strict_equal((a.real, a.imag), (b.real, b.imag)) if type(a) is complex else a.tobytes() == b.tobytes()
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and tensor_bytes(a) == tensor_bytes(b)
     if isinstance(a, np.ndarray | np.generic):
@@ -61,9 +55,7 @@ def strict_equal(a: Any, b: Any) -> bool:
     if isinstance(a, set | frozenset):
         return len(a) == len(b) and all(any(strict_equal(x, y) for y in b) for x in a)
     if isinstance(a, dict):
-        same = strict_equal(list(a.keys()), list(b.keys())) and strict_equal(
-            list(a.values()), list(b.values())
-        )
+        same = strict_equal(list(a.keys()), list(b.keys())) and strict_equal(list(a.values()), list(b.values()))
         return same and (type(a) is dict or strict_equal(vars(a), vars(b)))
     if isinstance(a, list | tuple | collections.deque):
         same = len(a) == len(b) and all(map(strict_equal, a, b))
@@ -133,9 +125,7 @@ hashable_atoms = st.one_of(
     st.builds(complex, floats, floats),
     any_text,
     st.binary(max_size=20),
-    st.sampled_from(
-        [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.device("cpu"), torch.device("cuda:1")]
-    ),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e5m2, torch.device("cpu"), torch.device("cuda:1")]),
     st.lists(st.integers(0, 9), max_size=4).map(torch.Size),
 )
 hashables = st.recursive(
@@ -143,9 +133,7 @@ hashables = st.recursive(
     lambda inner: st.lists(inner, max_size=4).map(tuple) | st.frozensets(inner, max_size=4),
     max_leaves=8,
 )
-arrays = npst.arrays(
-    st.sampled_from(NUMPY_DTYPES[:-1]), npst.array_shapes(min_dims=0, max_side=4, min_side=0)
-)
+arrays = npst.arrays(st.sampled_from(NUMPY_DTYPES[:-1]), npst.array_shapes(min_dims=0, max_side=4, min_side=0))
 atoms = st.one_of(
     hashables,
     st.binary(max_size=20).map(bytearray),
@@ -214,9 +202,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     if dtype == torch.bool:
         raw %= 2
     whole = raw.view(dtype).reshape(2, 3)
-    assert_round_trip(
-        [dtype, whole, whole[1:], whole[0, 0], whole[:, :0], torch.empty(0, 2**40, dtype=dtype)]
-    )
+    assert_round_trip([dtype, whole, whole[1:], whole[0, 0], whole[:, :0], torch.empty(0, 2**40, dtype=dtype)])
     try:
         transposed = whole.t().contiguous()
     except NotImplementedError:  # torch itself cannot lay it out anew
@@ -288,9 +274,7 @@ def test_generator_states_continue_the_same_sequences() -> None:
     torch.manual_seed(5)
     random.gauss(0, 1)  # leaves a float in the state
     np.random.standard_normal()
-    generators = [
-        np.random.Generator(kind(3)) for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox)
-    ]
+    generators = [np.random.Generator(kind(3)) for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox)]
     for generator in generators:
         generator.integers(9, dtype=np.uint32)  # leaves half a word in the state
     state = {
@@ -365,9 +349,7 @@ def test_scheduler_state(name: str) -> None:
 OPTIMIZERS = sorted(
     name
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type)
-    and issubclass(kind, torch.optim.Optimizer)
-    and kind is not torch.optim.Optimizer
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 )
 
 
@@ -393,9 +375,7 @@ def test_a_module_s_state_with_its_versions() -> None:
 def test_scaler_and_sampler_state() -> None:
     sampler = DistributedSampler(range(10), num_replicas=3, rank=1, seed=2)  # type: ignore[arg-type, var-annotated]
     assert_round_trip(torch.amp.GradScaler("cpu").state_dict())
-    assert_round_trip(
-        {"epoch": sampler.epoch, "seed": sampler.seed, "indices": list(sampler), "taken": (4, 2)}
-    )
+    assert_round_trip({"epoch": sampler.epoch, "seed": sampler.seed, "indices": list(sampler), "taken": (4, 2)})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -507,9 +487,7 @@ def test_depth_is_limited_alike_on_both_sides() -> None:
 
 
 def test_neither_torch_nor_numpy_is_imported_for_values_that_need_neither() -> None:
-    code = (
-        "import sys, checkmate.values as v; v.loads(v.dumps([1, {'a': (2.0,)}])); print(sorted(sys.modules))"
-    )
+    code = "import sys, checkmate.values as v; v.loads(v.dumps([1, {'a': (2.0,)}])); print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'checkmate.values'" in modules
     assert "'torch'" not in modules
@@ -660,6 +638,4 @@ def test_nan_payloads_survive_in_every_place() -> None:
     quiet, signalling = float_of_bits(0xFFF8000000000ABC), float_of_bits(0x7FF0000000000001)
     for nan in (quiet, signalling):
         assert math.isnan(nan)
-        assert_round_trip(
-            [nan, complex(nan, nan), {nan: nan}, {nan}, np.array([nan]), torch.tensor([nan]).double()]
-        )
+        assert_round_trip([nan, complex(nan, nan), {nan: nan}, {nan}, np.array([nan]), torch.tensor([nan]).double()])
