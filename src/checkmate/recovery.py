@@ -52,6 +52,8 @@ def open_channel(address: Address, role: str, token: bytes | None, timeout_s: fl
             channel = connect(address, patience)
             greet(channel, role, token, patience)
             return channel
+        except ProtocolError as error:
+            raise ProtocolError(f"{address} does not answer as a shadow does: {error}") from error
         except OSError as error:
             if time.monotonic() + 0.2 > deadline:
                 raise Unreachable(f"{address} did not answer within {timeout_s:.3g} s: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -46,3 +47,25 @@ def test_connection_is_made_to_who_listens() -> None:
             accepted.sendall(b"x")
             assert channel.stream.recv_into(memoryview(bytearray(4))) == 1
         channel.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_connection_ends_with_its_process_although_a_forked_child_lives_on() -> None:
+    with listen(Address("127.0.0.1", 0)) as listener:
+        channel = connect(Address(*listener.getsockname()), 5.0)
+        accepted, _ = listener.accept()
+    wait, release = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(release)
+        os.read(wait, 1)
+        os._exit(0)
+    with accepted:
+        accepted.sendall(b"x")
+        assert channel.stream.recv_into(memoryview(bytearray(4))) == 1  # the child has not ended it
+        channel.stream.close()  # as the kernel does for a process that is killed, without a shutdown
+        accepted.settimeout(5.0)
+        assert accepted.recv(1) == b""
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.close(release)
+    os.close(wait)
+    os.waitpid(child, 0)

@@ -164,8 +164,11 @@ class Daemon:
             if name not in self.runs:
                 if not create:
                     raise NotTaken("missing", f"this shadow holds no run {name!r}; it holds {self._names()}")
-                self.runs[name] = Run(name, self.limits)
+                self.runs[name] = Run(name, self.limits, lambda: self._need_beside(name))
             return self.runs[name]
+
+    def _need_beside(self, name: str) -> int:
+        return sum(run.need_bytes for run in list(self.runs.values()) if run.name != name)
 
     def _names(self) -> str:
         names = sorted(self.runs)

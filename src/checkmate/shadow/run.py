@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,9 +122,11 @@ class Limits:
 class Run:
     """See the module."""
 
-    def __init__(self, name: str, limits: Limits) -> None:
+    def __init__(self, name: str, limits: Limits, elsewhere: Callable[[], int] = lambda: 0) -> None:
         self.name = name
         self.limits = limits
+        self.need_bytes = 0  #: what this run was admitted with, if there is a limit
+        self._elsewhere = elsewhere  #: the needs of all other runs together
         self.changed = threading.Condition()
         self.attempt: Attempt | None = None
         self.incarnation: Incarnation | None = None
@@ -284,12 +287,15 @@ class Run:
         model = sum(block.nbytes for block in spec.blocks)
         multiple = max((state_multiple(o, self.limits.allowed) for o in spec.optimizers), default=0)
         need = model * (1 + multiple) + RING_STEPS * model
-        if need > self.limits.memory_bytes:
+        others = self._elsewhere()
+        if others + need > self.limits.memory_bytes:
             raise NotTaken(
                 "memory",
                 f"run {self.name!r} needs about {need:,} bytes here (parameters {model:,}, optimizer state "
-                f"{multiple * model:,}, {RING_STEPS} gradients), and this shadow may use {self.limits.memory_bytes:,}",
+                f"{multiple * model:,}, {RING_STEPS} gradients), other runs {others:,}, and this shadow may use "
+                f"{self.limits.memory_bytes:,}: raise its --memory-limit, or remove a run",
             )
+        self.need_bytes = need
 
     def join(self, message: Join, member: Member) -> bool:
         """A rank begins or goes on streaming. False: this run is unknown here, and the spec must come along."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import weakref
 from typing import NamedTuple
 
 from ..errors import UsageError
@@ -12,6 +14,19 @@ from .base import Channel
 SOCKET_BUFFER_BYTES = 4 << 20
 #: An unreachable host is noticed after this long without an acknowledgement from its kernel.
 USER_TIMEOUT_MS = 20_000
+
+#: Connections of this process. A child that it forks (the worker of a DataLoader) may outlive it by seconds, and must
+#: not keep them open: to the shadow, this process would still live.
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for sock in list(_connections):
+        sock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Address(NamedTuple):
@@ -47,6 +62,7 @@ def connect(address: Address, timeout_s: float) -> Channel:
         sock = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise ConnectionError(f"cannot connect to {address}: {error.strerror or error}") from None
+    _connections.add(sock)
     tune(sock)
     return Channel(sock, str(address))
 
