@@ -17,7 +17,7 @@ from .job import STEPS, Job
 from .pool import Pool
 from .sigkill import RANKS, RESTORE, ROWS, Folder, case_of
 
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 ROOT = Path(__file__).parents[2]
 
 
