@@ -31,10 +31,10 @@ def rank_and_world() -> tuple[int, int]:
 def together(work: Callable[[], T]) -> T:
     """Do `work` on every rank; if it fails on any, raise on all. A collective."""
     result: Any = None
-    error: CheckmateError | None = None
+    error: Exception | None = None
     try:
         result = work()
-    except CheckmateError as caught:
+    except Exception as caught:  # the user's too: the others must not wait for this rank
         error = caught
     _, world = rank_and_world()
     if world > 1:
@@ -52,15 +52,17 @@ def from_rank_zero(work: Callable[[], T]) -> T:
     """Do `work` on rank 0 and give its result, or its error, to every rank. A collective."""
     rank, world = rank_and_world()
     outcome: list[Any] = [None, None]
+    own: Exception | None = None
     if rank == 0:
         try:
             outcome[0] = work()
-        except CheckmateError as error:
-            outcome[1] = error
+        except Exception as error:
+            own = error
+            outcome[1] = error if isinstance(error, CheckmateError) else CheckmateError(f"rank 0 failed: {error!r}")
     if world > 1:
         dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
+    if own is not None or outcome[1] is not None:
+        raise own or outcome[1]
     return outcome[0]  # type: ignore[no-any-return]
 
 
