@@ -50,7 +50,10 @@ class Outcome(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def at_most(name: str, value: float, bound: float, unit: str = "") -> Figure:
+def at_most(name: str, value: float, bound: float | None, unit: str = "") -> Figure:
+    """Without a bound there is no target."""
+    if bound is None:
+        return Figure(name, value, unit)
     return Figure(name, value, unit, f"≤ {bound:,.4g}", value <= bound)
 
 
@@ -177,7 +180,7 @@ class ShadowProcess:
             raise BenchmarkFailed("the shadow did not start")
         self.address = words[-1]
         self.pid = process.pid
-        self.idle_bytes = self._status_field("VmRSS")
+        self.count_from_here()
 
     def status(self, run: str) -> dict[str, Any]:
         """What ``checkmate status`` says of a run."""
@@ -194,9 +197,13 @@ class ShadowProcess:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def count_from_here(self) -> None:
+        """Memory that it has now is not counted."""
+        self._before_bytes = self._status_field("VmRSS")
+
     def peak_bytes(self) -> int:
-        """The most memory that it ever had, beyond what it has while idle."""
-        return self._status_field("VmHWM") - self.idle_bytes
+        """The most memory that it ever had, beyond what is not counted."""
+        return self._status_field("VmHWM") - self._before_bytes
 
     def _status_field(self, name: str) -> int:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
 from ..recovery import Reader, open_channel
+from ..shadow.partition import RING_STEPS
 from ..tensors import bytes_of, fingerprint
 from ..trainer.model import hyper_parameters
 from ..transport.base import Channel, call
@@ -39,7 +41,7 @@ from ..wire.messages import (
     Spec,
     Update,
 )  # fmt: skip
-from .common import TIMEOUT_S, BenchmarkFailed
+from .common import TIMEOUT_S, BenchmarkFailed, ShadowProcess
 from .limits import LEARNING_RATE, RawSender, noise, shapes_of
 
 T = TypeVar("T")
@@ -55,9 +57,12 @@ class Streamer:
         self._gradients = bytes_of(noise(sum(self._sizes)))
         self._optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
         self._members = [list(range(len(self._shapes)))]
-        self._raw = RawSender()
 
     # ------------------------------------------------------------ raw TCP
+
+    @cached_property
+    def _raw(self) -> RawSender:
+        return RawSender()
 
     def raw_address(self) -> str:
         return self._raw.address
@@ -67,23 +72,23 @@ class Streamer:
 
     # ------------------------------------------------------------ the protocol
 
-    def join(self, address: str, replay: str) -> None:
-        """Begin a run at an empty shadow; returns when it holds step 0."""
-        self._address = parse_address(address)
+    def join(self, address: str, replay: str, run: str = RUN) -> None:
+        """Begin a run that the shadow does not know; returns when it holds step 0."""
+        self._address, self._run = parse_address(address), run
         self._step = 0
         self._applied = threading.Condition()
         self._times: dict[int, float] = {}  #: when the shadow said that it had applied a step
         self._control = open_channel(self._address, "control", None, TIMEOUT_S)
         attempt = Attempt(secrets.token_bytes(16), socket.gethostname(), 0)
-        self._incarnation = self._ask(Prepare(RUN, attempt), Prepared).incarnation
-        adopted = self._ask(Adopt(RUN, self._incarnation, None, self._spec(replay)), Adopted)
+        self._incarnation = self._ask(Prepare(run, attempt), Prepared).incarnation
+        adopted = self._ask(Adopt(run, self._incarnation, None, self._spec(replay)), Adopted)
         self._epoch = adopted.epoch
-        self._ask(Join(RUN, self._incarnation, 0, self._epoch, adopted.life, 0), Joined)
+        self._ask(Join(run, self._incarnation, 0, self._epoch, adopted.life, 0), Joined)
         self._control.stream.settimeout(None)
         threading.Thread(target=self._listen, args=(self._control,), daemon=True).start()
         self._data = open_channel(self._address, "data", None, TIMEOUT_S)
         self._data.stream.settimeout(None)
-        self._data.send(Attach(RUN, self._incarnation, 0, self._epoch))
+        self._data.send(Attach(run, self._incarnation, 0, self._epoch))
         self._data.send_frames(self._first_step())
         self._await(0)
 
@@ -106,7 +111,7 @@ class Streamer:
         for _ in range(self._step):
             optimizer.step()
         held = torch.empty(shape)
-        with Reader(self._address, RUN, self._step, timeout_s=TIMEOUT_S) as reader:
+        with Reader(self._address, self._run, self._step, timeout_s=TIMEOUT_S) as reader:
             reader.read([(block, 0, 0, bytes_of(held))])
         if not torch.equal(held, param.detach()):
             raise BenchmarkFailed(f"block {block} of the shadow is not what AdamW makes of it")
@@ -181,3 +186,12 @@ class Streamer:
         with self._applied:
             if not self._applied.wait_for(lambda: step in self._times, TIMEOUT_S):
                 raise BenchmarkFailed(f"the shadow has not applied step {step}")
+
+
+def warm_up(shadow: ShadowProcess) -> None:
+    """Have the shadow load all of its code, by a tiny run; what it has beyond that is the memory of runs."""
+    tiny = Streamer(1)
+    tiny.join(shadow.address, "match", "warm-up")
+    tiny.stream(RING_STEPS)
+    tiny.leave()
+    shadow.count_from_here()
