@@ -63,9 +63,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def serve(token: bytes | None = None) -> Iterator[str]:
     daemon = Daemon(token=token)
     listener = listen(Address("127.0.0.1", 0))
-    threading.Thread(target=daemon.serve, args=(listener,), daemon=True).start()
+    thread = threading.Thread(target=daemon.serve, args=(listener,), daemon=True)
+    thread.start()
     yield str(Address(*listener.getsockname()[:2]))
     daemon.stop()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -186,7 +189,7 @@ def test_exported_dcp_directory_is_loaded_by_torch_alone(run: Command, trained: 
     fresh = Job(seed=1)
     state = {"model": fresh.model.state_dict(), "optimizer": get_optimizer_state_dict(fresh.model, fresh.optimizer)}
     del state["optimizer"]["state"]["unused"]  # as in the run: it never had a gradient
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
     fresh.model.load_state_dict(state["model"])
     partly = StateDictOptions(strict=False)
     set_optimizer_state_dict(fresh.model, fresh.optimizer, state["optimizer"], options=partly)
@@ -254,12 +257,12 @@ def test_dcp_load_fills_a_plain_model_from_the_shadow_while_it_trains(trained: T
     trained.job.train(STEPS)
     trained.ckpt.step()
     trained.ckpt.wait(timeout=20)
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader)
     reader.close()
     assert same(state, {"model": expected, "step": STEPS})
     assert not same(expected, trained.job.state()["model"])  # it had trained on
 
-    dcp.load(state, storage_reader=checkmate.ShadowReader(trained.address), no_dist=True)
+    dcp.load(state, storage_reader=checkmate.ShadowReader(trained.address))
     fresh.model.load_state_dict(state["model"])
     assert same(fresh.state()["model"], trained.job.state()["model"])
 

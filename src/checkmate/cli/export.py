@@ -124,7 +124,7 @@ def _write_dcp(reader: Any, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": this process is alone
         try:
-            dcp.save(tree, checkpoint_id=folder, no_dist=True)
+            dcp.save(tree, checkpoint_id=folder)
         except CheckpointException as error:  # a BaseException, which holds what went wrong on each rank
             raise next(iter(error.failures.values()))[0] from None
 

@@ -6,6 +6,7 @@ to create state; neither is exact, so neither is used.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -59,7 +60,10 @@ def _fill(shadowed: Shadowed, source: ShadowReader, reader: Reader) -> dict[str,
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is disabled": each rank reads for itself, on purpose
-            dcp.load(tree, storage_reader=source, no_dist=True)
+            if "no_dist" in inspect.signature(dcp.load).parameters:
+                dcp.load(tree, storage_reader=source, no_dist=True)
+            else:  # an older torch
+                dcp.load_state_dict(tree, source, no_dist=True)
     except CheckmateError:
         raise
     except BaseException as error:  # DCP's CheckpointException is no Exception
