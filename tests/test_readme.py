@@ -55,7 +55,7 @@ def read_until(child: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 def shadow() -> Iterator[str]:
     with process("-m", "checkmate", "shadow", "--listen", "127.0.0.1:0") as child:
         yield read_until(child, r"^checkmate shadow listening on (\S+)$")[1]
-        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 0
 
 

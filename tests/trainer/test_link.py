@@ -18,7 +18,8 @@ from checkmate.transport.tcp import Address, listen
 def test_reconnecting_and_closing_draw_none_of_the_users_random_numbers() -> None:
     daemon = Daemon()
     listener = listen(Address("127.0.0.1", 0))
-    threading.Thread(target=daemon.serve, args=(listener,), daemon=True).start()
+    server = threading.Thread(target=daemon.serve, args=(listener,), daemon=True)
+    server.start()
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     address = str(Address(*listener.getsockname()[:2]))
@@ -37,6 +38,7 @@ def test_reconnecting_and_closing_draw_none_of_the_users_random_numbers() -> Non
     for thread in link._threads:
         thread.join(20)
     daemon.stop()
+    server.join(20)
 
     assert values.dumps(rng.capture()) == before
     random.random()

@@ -103,7 +103,10 @@ class Daemon:
                 del self.runs[run.name]
 
     def stop(self) -> None:
+        """End `serve`; connections that stand are left alone."""
         if self._listener is not None:
+            with contextlib.suppress(OSError):  # wakes whoever waits in accept(), where the system can do that
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
     def handle(self, stream: Stream, peer: str) -> None:
