@@ -654,3 +654,20 @@ def test_member_that_does_not_read_loses_its_connection() -> None:
         control.member.send(m.Pong())
     assert control.member.closed
     assert control.member.channel.closed
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_reports_beyond_the_fifth_of_a_kind_reach_the_ranks_but_not_the_log(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = Attempt(run).begin()
+    for step in range(module.REPORTS + 3):
+        with run.changed:
+            run._report(m.Report("differs", f"step {step}", step))
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == module.REPORTS
+    assert logged[-1] == "run name: step 4; more of this kind are not logged"
+    assert run.status()["last_error"] == "step 7"
+    attempt.controls[0].hear(m.Report, lambda report: report.text == "step 7")

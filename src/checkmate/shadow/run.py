@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,8 @@ DRAIN_S = 5.0
 GRACE_S = 2.5
 #: An attempt that has prepared says nothing while it loads its state.
 CLAIM_LEASE_S = 300.0
+#: So many reports of one kind are logged per attempt; the ranks hear all, and `status` shows the last.
+REPORTS = 5
 
 
 class NotTaken(Refused):
@@ -146,6 +148,7 @@ class Run:
         self._data: dict[int, Channel] = {}
         self._buffers: dict[int, dict[tuple[Kind, int, int], torch.Tensor]] = {}
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._reports: Counter[str] = Counter()  #: by kind
         self._suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._queue: deque[Apply | Freeze | None] = deque()
         self._between_steps = threading.Lock()  #: held by the replayer while `state` changes
@@ -228,6 +231,7 @@ class Run:
         self._buffers.clear()
         self._free.clear()
         self._suspects.clear()
+        self._reports.clear()
         if self.state is not None and not self.state.whole:
             self.state, self.holder = self.frozen or (None, None)
             self.frozen = None
@@ -546,7 +550,10 @@ class Run:
 
     def _report(self, report: Report) -> None:
         self.last_error = report.text
-        log.warning("run %s: %s", self.name, report.text)
+        self._reports[report.kind] += 1
+        if self._reports[report.kind] <= REPORTS:
+            more = "; more of this kind are not logged" if self._reports[report.kind] == REPORTS else ""
+            log.warning("run %s: %s%s", self.name, report.text, more)
         self._tell_all(report)
 
     def _suspect(self, step: int, differing: list[Any]) -> None:
