@@ -67,7 +67,7 @@ def attach(
         staging_bytes: host memory of this rank that may hold steps on their way to the shadow; never less than for two
             steps and, while the shadow takes in the state anew, for that beside them.
         block_timeout: seconds that "block" waits before it degrades; below the process group's timeout.
-        fresh: begin a new lineage beside what the shadow holds of this run.
+        fresh: begin a new lineage at step 0; what the shadow holds of this run stays until that step is whole.
         token: the shared secret that the shadow was started with.
 
     Raises UsageError for a wrong argument, Unsupported for a model or optimizer that cannot be shadowed.
