@@ -1,4 +1,7 @@
-"""One zygote for the session, one `Lab` per test. ``FAULTS_SEED=n`` repeats a run."""
+"""One zygote for the session, one `Lab` per test.
+
+``FAULTS_SEED=n`` repeats a run; ``FAULTS_STOP_S=20`` stops shadows for that long, with TCP's own patience.
+"""
 
 from __future__ import annotations
 

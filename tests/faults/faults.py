@@ -10,7 +10,9 @@ from tests.faults.helpers import Lab, Shadow
 STEP_S = 0.01  #: of the trainers here; the throttled proxy is set by it
 STEP_BYTES = 44_000  #: what such a trainer sends per step
 SMALL = 500_000  #: staging memory for about a dozen steps
-STOP_S = float(os.environ.get("FAULTS_STOP_S", "3"))  #: how long a shadow is stopped
+#: In trainers: after so long without an acknowledgement TCP gives a connection up. None: as in real life, 20 s.
+USER_TIMEOUT_MS = 1500 if "FAULTS_STOP_S" not in os.environ else None
+STOP_S = float(os.environ.get("FAULTS_STOP_S", "2.5"))  #: how long a shadow is stopped
 
 
 class Fault:
@@ -59,7 +61,7 @@ class Proxied(Fault):
 class BlackHoled(Proxied):
     """No packet arrives, for longer than TCP puts up with it."""
 
-    lasts_s = 3.0
+    lasts_s = 2.5
 
     def begin(self) -> None:
         self.proxy.blackhole()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -97,7 +98,9 @@ def reference(steps: int, width: int) -> None:
 def command(args: list[str], lease_s: float | None = None) -> None:
     """``checkmate`` with these arguments."""
     if lease_s is not None:
-        checkmate.shadow.run.LEASE_S = lease_s
+        patience = {"LEASE_S": lease_s, "GRACE_S": lease_s / 2, "DRAIN_S": lease_s / 2}
+        for name, seconds in patience.items():
+            setattr(checkmate.shadow.run, name, seconds)
     sys.argv = ["checkmate", *args]
     cli.main()
 
@@ -231,6 +234,7 @@ def serve(requests: socket.socket) -> Callable[[], None] | None:
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write)
+    gc.freeze()  # children do not go through all of torch's objects when they end
     while True:
         ready, _, _ = select.select([requests, wake_read], [], [])
         if wake_read in ready:

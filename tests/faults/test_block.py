@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from tests.faults.faults import SMALL, STEP_S, BlackHoled, Fault, Killed, Slow, Stalled, Stopped
+from tests.faults.faults import SMALL, STEP_S, USER_TIMEOUT_MS, BlackHoled, Fault, Killed, Slow, Stalled, Stopped
 from tests.faults.helpers import Lab
 
 pytestmark = pytest.mark.processes
 
-RUN = {"step_s": STEP_S, "user_timeout_ms": 1500, "on_lag": "block", "staging_bytes": SMALL}
+RUN = {"step_s": STEP_S, "user_timeout_ms": USER_TIMEOUT_MS, "on_lag": "block", "staging_bytes": SMALL}
 WAITS, GOES_ON, WITHOUT = "training waits for", "training goes on after", "training goes on without it"
 
 

@@ -6,17 +6,18 @@ import time
 
 import pytest
 
-from tests.faults.faults import FAULTS, SMALL, STEP_BYTES, STEP_S, Fault, Killed, Slow
+from tests.faults.faults import FAULTS, SMALL, STEP_BYTES, STEP_S, USER_TIMEOUT_MS, Fault, Killed, Reset, Slow, Stopped
 from tests.faults.helpers import Lab, median
 
 pytestmark = pytest.mark.processes
 
-RUN = {"step_s": STEP_S, "user_timeout_ms": 1500}
+RUN = {"step_s": STEP_S, "user_timeout_ms": USER_TIMEOUT_MS}
 LOST, WHOLE = r"Training goes on\.$", r"whole again"
 
 
-@pytest.mark.parametrize("staging", [SMALL, None], ids=["small", "ample"])
-@pytest.mark.parametrize("fault_class", FAULTS)
+@pytest.mark.parametrize(
+    ("fault_class", "staging"), [*((fault, SMALL) for fault in FAULTS), (Stopped, None), (Reset, None)]
+)
 def test_training_goes_on_as_if_alone(lab: Lab, fault_class: type[Fault], staging: int | None) -> None:
     fault = fault_class(lab)
     trainer = lab.trainer(fault.address, staging_bytes=staging, **RUN)

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from tests.faults.faults import STEP_S, BlackHoled, Fault, Proxied, Stalled, Stopped
+from tests.faults.faults import STEP_S, USER_TIMEOUT_MS, BlackHoled, Fault, Proxied, Stalled, Stopped
 from tests.faults.helpers import Lab, Trainer
 
 pytestmark = pytest.mark.processes
 
-RUN = {"step_s": STEP_S, "user_timeout_ms": 1500}
+RUN = {"step_s": STEP_S, "user_timeout_ms": USER_TIMEOUT_MS}
 
 
 def train_and_kill(lab: Lab, address: str, steps: int = 25) -> int:
@@ -44,12 +44,11 @@ def test_restart_that_gives_up_starts_nothing_and_loses_nothing(lab: Lab, fault_
     fault = fault_class(lab)
     claim = train_and_kill(lab, fault.address)
     fault.begin()
-    for _ in range(2):
-        trainer = lab.trainer(fault.address, restore={"timeout": 1.0}, **RUN)
-        failed = trainer.event("failed")
-        assert failed["type"] == "Unreachable"
-        assert fault.address in failed["text"]
-        assert trainer.join() == 1
+    trainer = lab.trainer(fault.address, restore={"timeout": 0.7}, **RUN)
+    failed = trainer.event("failed")
+    assert failed["type"] == "Unreachable"
+    assert fault.address in failed["text"]
+    assert trainer.join() == 1
     fault.end()  # now the shadow answers those that have gone
     lab.restart(fault.address, claim, **RUN)
 
@@ -91,7 +90,7 @@ def test_connections_cut_anywhere_in_a_restart(lab: Lab) -> None:
 def test_answers_that_come_late(lab: Lab) -> None:
     fault = Proxied(lab)
     claim = train_and_kill(lab, fault.address)
-    fault.proxy.delay_s = 0.3
+    fault.proxy.delay_s = 0.1
     lab.restart(fault.address, claim, **RUN)
 
 
@@ -140,12 +139,11 @@ def test_second_job_neither_damages_nor_displaces_the_healthy_one(lab: Lab) -> N
     healthy = lab.trainer(shadow.address, **RUN)
     healthy.tell("train 100000")
     healthy.await_whole(20)
-    for _ in range(2):
-        second = lab.trainer(shadow.address, restore={"timeout": 1.0})
-        failed = second.event("failed")
-        assert failed["type"] == "Refused"
-        assert f"is being trained by process {healthy.pid} on" in failed["text"]
-        assert second.join() == 1
+    second = lab.trainer(shadow.address, restore={"timeout": 1.0})
+    failed = second.event("failed")
+    assert failed["type"] == "Refused"
+    assert f"is being trained by process {healthy.pid} on" in failed["text"]
+    assert second.join() == 1
     at = healthy.last_step
     healthy.await_whole(at + 20)
     healthy.kill()
@@ -185,14 +183,14 @@ def test_second_job_does_not_displace_one_whose_shadow_was_restarted(lab: Lab) -
 
 
 def test_hung_job_is_superseded_and_does_not_fight_back(lab: Lab) -> None:
-    shadow = lab.shadow(lease_s=2.5)
+    shadow = lab.shadow(lease_s=1.0)
     hung = lab.trainer(shadow.address, **RUN)
     hung.tell("train 100000")
     hung.await_whole(20)
     hung.signal(signal.SIGSTOP)
-    time.sleep(2.6)
+    time.sleep(1.1)
     claim = hung.claim
-    heir = lab.restart(shadow.address, claim, lease_s=2.5, **RUN)
+    heir = lab.restart(shadow.address, claim, lease_s=1.0, **RUN)
     heir.tell("train 100000")
     heir.await_whole(heir.last_step + 10)
     hung.signal(signal.SIGCONT)
