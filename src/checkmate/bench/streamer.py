@@ -93,8 +93,9 @@ class Streamer:
         self._await(0)
 
     def stream(self, num_steps: int) -> list[float]:
-        """Send so many steps; the seconds from each one's being applied to the next one's."""
+        """Send so many steps; the seconds until the first is applied, and from each one to the next."""
         first = self._step
+        self._times[first] = time.perf_counter()
         for self._step in range(first + 1, first + num_steps + 1):
             self._data.send_frames(self._frames())
         self._await(self._step)
