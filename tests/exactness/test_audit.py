@@ -102,7 +102,7 @@ def flip_on_one_rank(rank: int, shadow: str, flipping: int) -> tuple[list[str], 
         flip(of_trainer(job, ""))
     found = job.ckpt.audit()["differing"]
     barrier()
-    for _ in range(2):  # one anchors it anew, the next hears of it
+    for _ in range(3):  # by the end of one its owner has heard of it, one anchors it anew, one hears of that
         job.train()
         job.ckpt.wait()
     job.ckpt.close()
