@@ -47,6 +47,8 @@ log = logging.getLogger("checkmate.shadow")
 
 #: A reader that neither asks nor takes anything for so long loses its lease, which may cost a copy of the state.
 READER_S = 300.0
+#: Before the next connection, where one could not be taken: also between two lines about it.
+BREATH_S = 1.0
 
 
 def release() -> str:
@@ -66,24 +68,34 @@ class Daemon:
         self._lock = threading.Lock()
         self._began = time.time()
         self._listener: socket.socket | None = None
+        self._stopped = False
 
     # ------------------------------------------------------------ connections
 
     def serve(self, listener: socket.socket) -> None:
-        """Accept connections until `stop`."""
+        """Accept connections until `stop`. A shadow that cannot take another one still holds what it holds."""
         self._listener = listener
-        listener.settimeout(1.0)  # between connections, look after idle runs
-        while True:
+        listener.settimeout(1.0)
+        while not self._stopped:
             try:
                 sock, peer = listener.accept()
+                self._begin(sock, f"{peer[0]}:{peer[1]}")
             except TimeoutError:
-                self._forget_idle()
-                continue
-            except OSError:
-                return
+                pass
+            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+                if not self._stopped:
+                    log.warning("cannot take another connection: %s (raise `ulimit -n` or `ulimit -u`)", error)
+                    time.sleep(BREATH_S)
+            self._forget_idle()
+
+    def _begin(self, sock: socket.socket, peer: str) -> None:
+        """Serve a connection from a thread of its own."""
+        try:
             tune(sock)
-            name = f"{peer[0]}:{peer[1]}"
-            threading.Thread(target=self.handle, args=(sock, name), name=f"connection {name}", daemon=True).start()
+            threading.Thread(target=self.handle, args=(sock, peer), name=f"connection {peer}", daemon=True).start()
+        except BaseException:
+            sock.close()
+            raise
 
     def _forget_idle(self) -> None:
         for name, run in list(self.runs.items()):
@@ -104,6 +116,7 @@ class Daemon:
 
     def stop(self) -> None:
         """End `serve`; connections that stand are left alone."""
+        self._stopped = True
         if self._listener is not None:
             with contextlib.suppress(OSError):  # wakes whoever waits in accept(), where the system can do that
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -189,6 +202,8 @@ class Daemon:
                     run.heard_from(member, message)
                     continue
                 match message:
+                    case Prepare(run=name) | Adopt(run=name) | Join(run=name) if run is not None and run.name != name:
+                        raise ProtocolError(f"a connection for run {run.name!r} asks for run {name!r}")
                     case Prepare(run=name):
                         run = self.run(name, create=True)
                         with run.changed:
