@@ -7,6 +7,7 @@ stable steps. Everything but the replayer's own state is guarded by `changed`, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -290,14 +291,15 @@ class Run:
             return
         model = sum(block.nbytes for block in spec.blocks)
         multiple = max((state_multiple(o, self.limits.allowed) for o in spec.optimizers), default=0)
-        need = model * (1 + multiple) + RING_STEPS * model
+        need = 2 * model * (1 + multiple) + RING_STEPS * model
         others = self._elsewhere()
         if others + need > self.limits.memory_bytes:
             raise NotTaken(
                 "memory",
-                f"run {self.name!r} needs about {need:,} bytes here (parameters {model:,}, optimizer state "
-                f"{multiple * model:,}, {RING_STEPS} gradients), other runs {others:,}, and this shadow may use "
-                f"{self.limits.memory_bytes:,}: raise its --memory-limit, or remove a run",
+                f"run {self.name!r} may need {need:,} bytes here (parameters {model:,} and optimizer state "
+                f"{multiple * model:,}, both twice while they are anchored anew, and {RING_STEPS} gradients), other "
+                f"runs {others:,}, and this shadow may use {self.limits.memory_bytes:,}: raise its --memory-limit, or "
+                "remove a run",
             )
         self.need_bytes = need
 
@@ -419,12 +421,15 @@ class Run:
             self._check_current(message.incarnation)
             if self.partition is None or message.rank >= self.partition.layout.world_size:
                 raise NotTaken("usage", f"rank {message.rank} has not joined run {self.name!r}")
-            if (old := self._data.get(message.rank)) is not None:
+            while (old := self._data.get(message.rank)) is not None:  # again, if another one was faster
                 old.close()
                 self.changed.notify_all()  # it may be waiting for the ring
-                if not self.changed.wait_for(lambda: self._data.get(message.rank) is not old, DRAIN_S):
+                if not self.changed.wait_for(functools.partial(self._detached, message.rank, old), DRAIN_S):
                     raise NotTaken("busy", f"an older data connection of rank {message.rank} does not end")
             self._data[message.rank] = channel
+
+    def _detached(self, rank: int, channel: Channel) -> bool:
+        return self._data.get(rank) is not channel
 
     def detach(self, rank: int, channel: Channel) -> None:
         with self.changed:
@@ -590,8 +595,8 @@ class Run:
 
     def _freeze(self, work: Freeze) -> None:
         with self._between_steps, self.changed:
-            assert self.state is not None
-            assert self.holder is not None
+            if self.state is None or self.holder is None:
+                return  # removed meanwhile
             if work.keep and self.state.whole:
                 self.frozen = (self.state, self.holder)
             self._suspects.clear()
@@ -647,10 +652,11 @@ class Run:
 
         Called between steps, so that no reader takes a cut of that state.
         """
-        log.exception("run %s: step %d cannot be applied", self.name, work.step)
         with self.changed:
             if self.partition is not partition:
                 return  # removed meanwhile
+            if self._reports["refused"] < REPORTS:
+                log.error("run %s: step %d cannot be applied", self.name, work.step, exc_info=error)
             self.state = State(spec, self.limits.allowed)
             self._report(Report("refused", f"the shadow cannot apply step {work.step}: {error}", work.step, fatal=True))
             void = [work, *(w for w in self._queue if isinstance(w, Apply) and w.epoch == work.epoch)]
@@ -683,7 +689,8 @@ class Run:
     def idle_s(self) -> float:
         """Seconds since this run was trained or read, 0 while it is."""
         with self.changed:
-            in_use = self._live() or (self.state is not None and self.state.leased)
+            held = (self.state, self.frozen[0] if self.frozen else None)
+            in_use = self._live() or any(state.leased for state in held if state is not None)
             return 0.0 if in_use else time.monotonic() - max(self.heard, self._used)
 
     def status(self) -> dict[str, Any]:
