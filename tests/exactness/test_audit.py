@@ -33,9 +33,9 @@ def of_trainer(job: Job, key: str) -> Tensor:
 
 def of_shadow(shadow: Shadow, run: str, step: int, key: str) -> Tensor:
     """The tensor in the shadow's memory, once it stands at `step`."""
-    held = shadow.runs[run]
-    with held.changed:
-        assert held.changed.wait_for(lambda: held.state is not None and held.state.step == step, 10)
+    changed, held = shadow.runs[run].changed, shadow.runs[run].replayer
+    with changed:
+        assert changed.wait_for(lambda: held.state is not None and held.state.step == step, 10)
     state = held.state
     assert state is not None
     block = [block.fqn for block in state.spec.blocks].index(FQN)

@@ -34,8 +34,8 @@ def flip_a_bit(shadow: Shadow, name: str, seed: int) -> str:
     """In one element of one parameter in the shadow's memory: the negative control. Returns the parameter's name."""
     run = shadow.runs[name]
     with run.changed:
-        assert run.changed.wait_for(lambda: run.state is not None and run.state.step == STEPS, 10)
-    state = run.state
+        assert run.changed.wait_for(lambda: (state := run.replayer.state) is not None and state.step == STEPS, 10)
+    state = run.replayer.state
     assert state is not None
     block = random.Random(seed).choice([i for i, p in enumerate(state.params) if p is not None and p.numel()])
     param = state.params[block]

@@ -27,12 +27,14 @@ from xxhash import xxh3_64_hexdigest as xxh3
 
 import checkmate
 import checkmate.recovery
-import checkmate.shadow.daemon
 import checkmate.trainer.checkpointer
 from checkmate import cli
+from checkmate.shadow import members, replay
+from checkmate.shadow import run as run_module
 from checkmate.trainer import recorder, rendezvous
 from checkmate.trainer.model import describe
 from checkmate.transport import tcp
+from checkmate.wire.messages import Incarnation
 
 
 class Milestone:
@@ -98,9 +100,8 @@ def reference(steps: int, width: int) -> None:
 def command(args: list[str], lease_s: float | None = None) -> None:
     """``checkmate`` with these arguments."""
     if lease_s is not None:
-        patience = {"LEASE_S": lease_s, "GRACE_S": lease_s / 2, "DRAIN_S": lease_s / 2}
-        for name, seconds in patience.items():
-            setattr(checkmate.shadow.run, name, seconds)
+        members.LEASE_S = run_module.LEASE_S = lease_s
+        run_module.GRACE_S = run_module.DRAIN_S = lease_s / 2
     sys.argv = ["checkmate", *args]
     cli.main()
 
@@ -222,7 +223,7 @@ def warm_up() -> None:
         param.grad = torch.zeros_like(param)
     training.optimizer.step()
     shadowed = describe(training.model, [training.optimizer], "match")
-    checkmate.shadow.replay.State(shadowed.spec)
+    replay.State(shadowed.spec, (), Incarnation(1, bytes(16)))
 
 
 MAINS: dict[str, Callable[..., None]] = {"trainer": trainer, "command": command, "reference": reference}

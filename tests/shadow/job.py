@@ -11,7 +11,8 @@ import torch
 
 from checkmate import values
 from checkmate.layout import Layout
-from checkmate.shadow.run import Member, Run
+from checkmate.shadow.members import Member
+from checkmate.shadow.run import Run
 from checkmate.tensors import bytes_of, fingerprint
 from checkmate.transport.base import Channel
 from checkmate.transport.memory import pair

@@ -156,7 +156,7 @@ def test_spec_is_taken_or_refused_and_changes_nothing_then(
     said = channel.message()
     run = shadow.daemon.runs.get("other")
     if isinstance(said, m.Refusal):
-        assert run is None or (run.partition, run.state, run.frozen) == (None, None, None)
+        assert run is None or (run.partition, run.replayer.state, run.replayer.frozen) == (None, None, None)
     else:
         assert isinstance(said, (m.Adopted, m.Joined)), said
     channel.close()

@@ -26,8 +26,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     run = Run("name", Limits())
     yield run
     run.remove(force=True)
-    run._replayer.join(PATIENCE_S)
-    assert not run._replayer.is_alive()
+    run.replayer.thread.join(PATIENCE_S)
+    assert not run.replayer.thread.is_alive()
 
 
 def until(run: Run, holds: Callable[[], bool]) -> None:
@@ -52,8 +52,8 @@ def expire(attempt: Attempt) -> None:
 
 def held(run: Run) -> list[torch.Tensor]:
     """Parameters, then momenta, of the step that a reader gets, as copies."""
-    state, cut, _ = run.lease(None)
-    run.release(state, cut)
+    cut = run.lease(None)
+    run.release(cut)
     return flat(cut)
 
 
@@ -346,7 +346,7 @@ def test_starting_over_keeps_the_old_cut_until_the_new_one_is_whole(run: Run) ->
         third.send(rank, [third.part(rank, anchors=third.owned(rank)), *third.anchors(rank)])
     third.await_applied()
     assert same(held(run), third.history[0])
-    assert run.frozen is None
+    assert run.replayer.frozen is None
 
 
 def test_frozen_cut_survives_anchoring_that_fails_and_a_restart(run: Run) -> None:
@@ -382,7 +382,7 @@ def test_new_epoch_becomes_whole_and_frees_the_frozen_cut(run: Run) -> None:
     first.train()
     first.deliver(anchored=True)
     first.steps(1)
-    assert run.frozen is None
+    assert run.replayer.frozen is None
     assert same(held(run), first.history[5])
     assert not same(held(run), first.history[4])
 
@@ -418,7 +418,7 @@ def test_step_that_cannot_be_applied_is_no_longer_promised(run: Run, monkeypatch
     first.steps(1)
     assert tried == [2, 5, 6]
     assert same(held(run), first.history[6])
-    assert not run._buffers
+    assert not run._buffers._steps
     assert run.memory_bytes() <= memory + 2 * 256
 
 
@@ -532,8 +532,8 @@ def test_rank_whose_older_connection_waits_for_the_ring_reconnects_at_once(
 def test_readers_cut_stays_constant_while_steps_are_applied(run: Run) -> None:
     first = Attempt(run).begin()
     first.steps(1)
-    state, cut, holder = run.lease(1)
-    assert (cut.step, holder) == (1, first.incarnation)
+    cut = run.lease(1)
+    assert (cut.step, cut.holder) == (1, first.incarnation)
     first.steps(3)
     first.train()
     first.deliver(anchored=True)
@@ -542,15 +542,15 @@ def test_readers_cut_stays_constant_while_steps_are_applied(run: Run) -> None:
     assert cut.sidecars[0] == {"rng": b"1"}
     with pytest.raises(StepNotFound, match="step 1 is not held; the one step that is whole here is 5"):
         run.lease(1)
-    run.release(state, cut)
-    assert not state.leased
+    run.release(cut)
+    assert not cut.state.leased
     assert same(held(run), first.history[5])
 
 
 def test_readers_cut_outlives_the_epoch_and_the_attempt(run: Run) -> None:
     first = Attempt(run).begin()
     first.steps(1)
-    state, cut, _ = run.lease(None)
+    cut = run.lease(None)
     first.train()
     first.gap(0)
     first.controls[0].hear(m.Resume)
@@ -561,15 +561,15 @@ def test_readers_cut_outlives_the_epoch_and_the_attempt(run: Run) -> None:
     first.die()
     Attempt(run).prepare()
     assert same(flat(cut), first.history[1])
-    run.release(state, cut)
+    run.release(cut)
 
 
 def test_readers_cut_stays_constant_when_the_next_attempt_orders_its_parameters_differently(run: Run) -> None:
     first = Attempt(run).begin()
     first.steps(1)
     first.die()
-    state, cut, _ = run.lease(None)
-    state._own([0])  # one block has been written to since, the other has not
+    cut = run.lease(None)
+    cut.state._own([0])  # one block has been written to since, the other has not
     second = Attempt(run, names="bw")
     second.prepare()
     second.adopt(1)
@@ -578,7 +578,7 @@ def test_readers_cut_stays_constant_when_the_next_attempt_orders_its_parameters_
     second.deliver()
     second.await_applied()
     assert same(flat(cut), first.history[1])
-    run.release(state, cut)
+    run.release(cut)
 
 
 # ---------------------------------------------------------------- memory, removal
@@ -613,8 +613,8 @@ def test_run_that_nobody_trains_is_removed(run: Run) -> None:
     first = Attempt(run).begin()
     first.die()
     run.remove(force=False)
-    run._replayer.join(PATIENCE_S)
-    assert not run._replayer.is_alive()
+    run.replayer.thread.join(PATIENCE_S)
+    assert not run.replayer.thread.is_alive()
 
 
 def test_prepare_ends_when_its_run_is_removed_under_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,9 +643,9 @@ def test_removal_while_a_step_is_applied_leaves_no_thread(run: Run, monkeypatch:
     monkeypatch.setattr(State, "apply", removed_meanwhile)
     first.train()
     first.deliver(anchored=True)
-    run._replayer.join(PATIENCE_S)
-    assert not run._replayer.is_alive()
-    assert run.state is None
+    run.replayer.thread.join(PATIENCE_S)
+    assert not run.replayer.thread.is_alive()
+    assert run.replayer.state is None
 
 
 def test_member_that_does_not_read_loses_its_connection() -> None:
@@ -704,5 +704,5 @@ def test_of_two_data_connections_of_a_rank_the_later_one_stays(run: Run) -> None
 def test_freeze_of_a_run_that_was_removed_is_nothing(run: Run) -> None:
     Attempt(run).begin()
     run.remove(force=True)
-    run._freeze(module.Freeze(1, True))
-    assert run.frozen is None
+    run.replayer._freeze(module.Freeze(1, True))
+    assert run.replayer.frozen is None

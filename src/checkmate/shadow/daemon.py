@@ -27,7 +27,6 @@ from ..wire.messages import (
     Control,
     Done,
     GetStatus,
-    Incarnation,
     Join,
     Lease,
     Leased,
@@ -40,8 +39,9 @@ from ..wire.messages import (
     Status,
     check_run_name,
 )  # fmt: skip
-from .replay import Cut, State
-from .run import Limits, Member, NotTaken, Run
+from .members import Member
+from .replay import Cut
+from .run import Limits, NotTaken, Run
 
 log = logging.getLogger("checkmate.shadow")
 
@@ -250,27 +250,26 @@ class Daemon:
     # ------------------------------------------------------------ readers and admins
 
     def _reader(self, channel: Channel) -> None:
-        leased: tuple[Run, Any, Cut] | None = None
+        leased: tuple[Run, Cut] | None = None
         channel.stream.settimeout(READER_S)
         try:
             while (message := channel.message()) is not None:
                 match message:
                     case Lease():
                         if leased is not None:
-                            leased[0].release(leased[1], leased[2])
+                            leased[0].release(leased[1])
                         run = self.run(message.run or self._only_run())
-                        state, cut, holder = run.lease(message.step)
-                        leased = (run, state, cut)
-                        channel.send(_description(run, state, cut, holder))
+                        leased = run, run.lease(message.step)
+                        channel.send(_description(run.name, leased[1]))
                     case Read() if leased is not None:
-                        channel.send_frames(_pieces(message, leased[2]))
+                        channel.send_frames(_pieces(message, leased[1]))
                     case ReadSidecar(rank) if leased is not None:
-                        channel.send(Sidecar(leased[2].sidecars.get(rank, {})))
+                        channel.send(Sidecar(leased[1].sidecars.get(rank, {})))
                     case _:
                         channel.send(self._admin(message))
         finally:
             if leased is not None:
-                leased[0].release(leased[1], leased[2])
+                leased[0].release(leased[1])
 
     def _only_run(self) -> str:
         names = sorted(self.runs)
@@ -295,11 +294,11 @@ class Daemon:
                 raise ProtocolError(f"{type(message).__name__} from a reader")
 
 
-def _description(run: Run, state: State, cut: Cut, holder: Incarnation) -> Leased:
+def _description(run: str, cut: Cut) -> Leased:
     sidecars = {rank: sorted(entries) for rank, entries in cut.sidecars.items()}
-    spec = state.spec
+    spec = cut.spec
     return Leased(
-        run.name, holder, cut.step, spec.world_size, cut.held, cut.optimizers, spec.aliases, sidecars, spec.fingerprint
+        run, cut.holder, cut.step, spec.world_size, cut.held, cut.optimizers, spec.aliases, sidecars, spec.fingerprint
     )
 
 

@@ -19,7 +19,7 @@ from .. import values
 from ..errors import Mismatch, ProtocolError, Unsupported
 from ..layout import Layout
 from ..tensors import bytes_of, dtype_name, dtype_of
-from ..wire.messages import Anchor, Block, Digest, Entry, Held, Optimizer, Part, Spec, Update
+from ..wire.messages import Anchor, Block, Digest, Entry, Held, Incarnation, Optimizer, Part, Spec, Update
 from .pieces import Pieces, may_cut
 
 Tensor = torch.Tensor
@@ -93,7 +93,8 @@ class Cut:
     """References to everything of one whole step. `release` it, or the replayer goes on copying."""
 
     def __init__(self, state: State) -> None:
-        self.step = state.step
+        self.state = state  #: which goes on
+        self.step, self.spec, self.holder = state.step, state.spec, state.holder
         self.held: list[Held] = []
         self.tensors: list[list[Tensor]] = []
         self.optimizers = state.optimizer_specs()
@@ -111,11 +112,12 @@ class Cut:
 class State:
     """Parameters, optimizer state, groups and sidecars of one run at `step`; some blocks may still be without."""
 
-    def __init__(self, spec: Spec, allowed: Iterable[str] = ()) -> None:
+    def __init__(self, spec: Spec, allowed: Iterable[str], holder: Incarnation) -> None:
         for block in spec.blocks:
             if dtype_of(block.dtype).itemsize != block.itemsize:
                 raise Mismatch(f"{block.fqn}: an element of {block.dtype} does not have {block.itemsize} bytes")
         self.spec = spec
+        self.holder = holder  #: the attempt that wrote it last
         self.step = -1
         self.allowed = tuple(allowed)
         self.params: list[torch.nn.Parameter | None] = [None] * len(spec.blocks)

@@ -14,14 +14,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..errors import ProtocolError, Refused, StepNotFound, Superseded
+from ..errors import ProtocolError, Refused, Superseded
 from ..layout import Layout
-from ..tensors import bytes_of, differs, dtype_of, fingerprint
+from ..tensors import differs, fingerprint
 from ..transport.base import Channel
 from ..wire.frames import Frame, Header, Kind
 from ..wire.messages import (
@@ -29,13 +27,13 @@ from ..wire.messages import (
     Ack,
     Adopt,
     Adopted,
-    Anchor,
     Anchoring,
     Attach,
     Attempt,
     Audit,
     Audited,
     Control,
+    Digest,
     Incarnation,
     Join,
     Joined,
@@ -51,6 +49,8 @@ from ..wire.messages import (
     Stable,
     decode_part,
 )  # fmt: skip
+from .buffers import Buffers
+from .members import Member, Members
 from .partition import (
     RING_STEPS,
     Acknowledge,
@@ -65,7 +65,8 @@ from .partition import (
     Tell,
     Verdict,
 )  # fmt: skip
-from .replay import Cut, State, check_part, empty_like, state_multiple
+from .replay import Cut, check_part, state_multiple
+from .replayer import Replayer, Work
 
 log = logging.getLogger("checkmate.shadow")
 
@@ -85,31 +86,6 @@ class NotTaken(Refused):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason, kind)
         self.message = Refusal(kind, reason)
-
-
-@dataclass(slots=True)
-class Member:
-    """The control connection of one rank."""
-
-    channel: Channel
-    heard: float = field(default_factory=time.monotonic)
-    lease_s: float = field(default_factory=lambda: LEASE_S)
-    step: int = -1  #: newest that this rank says it has closed
-    closed: bool = False
-
-    @property
-    def live(self) -> bool:
-        return not self.closed and time.monotonic() - self.heard < self.lease_s
-
-    def send(self, message: Control) -> None:
-        if self.closed:
-            return
-        try:
-            self.channel.send_nowait(message)
-        except OSError as error:
-            log.warning("control connection to %s is closed: %s", self.channel.peer, error)
-            self.closed = True
-            self.channel.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +109,6 @@ class Run:
         self.changed = threading.Condition()
         self.attempt: Attempt | None = None
         self.incarnation: Incarnation | None = None
-        self.state: State | None = None
-        self.holder: Incarnation | None = None  #: the attempt that wrote `state` last
-        self.frozen: tuple[State, Incarnation] | None = None
         self.partition: Partition | None = None
         self.epoch = 0
         self.life = 0
@@ -144,20 +117,14 @@ class Run:
         self.heard = time.monotonic()
         self._used = self.heard
         self._recent: deque[list[int]] = deque(maxlen=10)
-        self._members: dict[int, Member] = {}
-        self._claim: Member | None = None
+        self._members = Members()
         self._data: dict[int, Channel] = {}
-        self._buffers: dict[int, dict[tuple[Kind, int, int], torch.Tensor]] = {}
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._buffers = Buffers()
         self._reports: Counter[str] = Counter()  #: by kind
-        self._suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
-        self._queue: deque[Apply | Freeze | None] = deque()
-        self._between_steps = threading.Lock()  #: held by the replayer while `state` changes
-        self._idle = True
+        self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
         self._ended = False  #: removed: its replayer is gone, and nobody new finds it
-        self._replayer = threading.Thread(target=self._replay, name=f"replay {name}", daemon=True)
-        self._replayer.start()
+        self.replayer = Replayer(name, self.changed, self, limits.allowed, limits.threads)
 
     # ------------------------------------------------------------ restart: prepare, adopt, join
 
@@ -170,7 +137,7 @@ class Run:
             member.lease_s = CLAIM_LEASE_S
             if not again:
                 self._check_displaceable(message.attempt)
-                old, self._claim, self.attempt = self.incarnation, member, message.attempt
+                old, self._members.claim, self.attempt = self.incarnation, member, message.attempt
                 self._drain()
                 self._check_not_ended()
                 number = (old.number if old else 0) + 1
@@ -178,36 +145,27 @@ class Run:
                 self._fence()
                 if old is not None:
                     log.info("run %s: attempt %s displaces %s", self.name, self.incarnation, old)
-            self._claim = member
+            self._members.claim = member
             assert self.incarnation is not None
-            held = self._recoverable()
-            steps = [held[0].step] if held else []
-            world = held[0].spec.world_size if held else 0
-            return Prepared(self.incarnation, steps, world, held[1] if held else None)
+            held = self.replayer.recoverable()
+            if held is None:
+                return Prepared(self.incarnation, [])
+            return Prepared(self.incarnation, [held.step], held.spec.world_size, held.holder)
 
     def _check_displaceable(self, attempt: Attempt) -> None:
         old = self.attempt
-        if old is None or all(member.closed for member in self._all_members()):
+        if old is None or self._members.closed:
             return
         if old.job and old.job == attempt.job and attempt.restarts > old.restarts:
             return
         # A shadow that was itself suspended has not read yet what the healthy attempt sent meanwhile.
-        if self.changed.wait_for(lambda: self._live() or self.attempt is not old, GRACE_S):
+        if self.changed.wait_for(lambda: self._members.live or self.attempt is not old, GRACE_S):
             holder = self.attempt or old
             raise NotTaken(
                 "live",
                 f"run {self.name!r} is being trained by process {holder.pid} on {holder.host} "
-                f"(heard {self._silence():.1f} s ago); stop that job, or choose another run name",
+                f"(heard {self._members.silent_s:.1f} s ago); stop that job, or choose another run name",
             )
-
-    def _live(self) -> bool:
-        return any(member.live for member in self._all_members())
-
-    def _all_members(self) -> list[Member]:
-        return [*self._members.values(), *([self._claim] if self._claim else [])]
-
-    def _silence(self) -> float:
-        return time.monotonic() - max((m.heard for m in self._all_members() if not m.closed), default=0.0)
 
     def _drain(self) -> None:
         """Dead workers' kernels still deliver: wait for their connections to end, then for the replayer."""
@@ -217,34 +175,22 @@ class Run:
         for channel in self._data.values():
             channel.close()
         self.changed.wait_for(lambda: not self._data, DRAIN_S)
-        self.changed.wait_for(lambda: self._idle and not self._queue)
+        self.changed.wait_for(lambda: self.replayer.idle)
         self._draining = False
         self.changed.notify_all()
 
     def _fence(self) -> None:
         """Nothing of an older attempt counts from here on; what was not whole is gone, what was whole stays."""
-        for old in self._members.values():
-            if old is not self._claim:
-                old.closed = True
-                old.channel.close()
-        self._members.clear()
+        self._members.fence()
         self.partition = None
         self._buffers.clear()
-        self._free.clear()
-        self._suspects.clear()
+        self.suspects.clear()
         self._reports.clear()
-        if self.state is not None and not self.state.whole:
-            self.state, self.holder = self.frozen or (None, None)
-            self.frozen = None
-
-    def _recoverable(self) -> tuple[State, Incarnation] | None:
-        if self.state is not None and self.state.whole and self.holder is not None:
-            return self.state, self.holder
-        return self.frozen
+        self.replayer.drop_unfinished()
 
     def adopt(self, message: Adopt) -> Adopted:
         """Go on from the step chosen. Idempotent: an attempt adopts once; asking again, it hears the same."""
-        with self._between_steps, self.changed:
+        with self.replayer.between_steps, self.changed:
             self._check_current(message.incarnation)
             if self.incarnation is None:
                 raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not prepared")
@@ -253,17 +199,12 @@ class Run:
             layout = Layout(message.spec)
             if message.step is None:
                 self._check_memory(message.spec)
-                state = State(message.spec, self.limits.allowed)
-                if (held := self._recoverable()) is not None:
-                    self.frozen = held
-                self.state = state
+                self.replayer.begin(message.spec, message.incarnation)
                 self._begin(layout, Phase.ANCHORING, -1)
-            else:
-                if self.state is None or not self.state.whole or self.state.step != message.step:
-                    raise NotTaken("missing", f"run {self.name!r}: step {message.step} is not held here")
-                self.state.respec(message.spec)
+            elif self.replayer.adopt(message.step, message.spec, message.incarnation):
                 self._begin(layout, Phase.STREAMING, message.step)
-            self.holder = message.incarnation
+            else:
+                raise NotTaken("missing", f"run {self.name!r}: step {message.step} is not held here")
             return Adopted(self.epoch, self.life, fingerprint())
 
     def _begin(self, layout: Layout, phase: Phase, base: int, epoch: int = 0) -> None:
@@ -278,8 +219,8 @@ class Run:
     def _check_current(self, incarnation: Incarnation) -> None:
         self._check_not_ended()
         if self.incarnation is not None and incarnation != self.incarnation:
-            held = self._recoverable()
-            holds = f"step {held[0].step}" if held else "no whole step yet"
+            held = self.replayer.recoverable()
+            holds = f"step {held.step}" if held else "no whole step yet"
             raise NotTaken(
                 "superseded",
                 f"run {self.name!r} is that of attempt {self.incarnation} here, with {holds}, which stays untouched; "
@@ -312,10 +253,10 @@ class Run:
                     member.send(Joined(0, 0, -1, known=False))
                     return False
                 self._check_memory(message.spec)
-                layout, state = Layout(message.spec), State(message.spec, self.limits.allowed)
-                self.incarnation = self.holder = message.incarnation
+                layout = Layout(message.spec)
+                self.replayer.begin(message.spec, message.incarnation)
+                self.incarnation = message.incarnation
                 self.attempt = message.attempt or Attempt(message.incarnation.id, "unknown host", 0)
-                self.state = state
                 self._begin(layout, Phase.RESUMING, -1, message.epoch + 1)
                 log.info(
                     "run %s: begun anew by attempt %s at step %d",
@@ -330,18 +271,13 @@ class Run:
                 raise NotTaken("usage", f"rank {message.rank} of {self.partition.layout.world_size}")
             if message.life != self.life and message.epoch >= self.epoch:
                 self._perform(self.partition.end_epoch("the shadow was restarted", message.epoch + 1))
-            if (old := self._members.get(message.rank)) is not None and old is not member:
-                old.closed = True
-                old.channel.close()
-            self._members[message.rank] = member
+            self._members.admit(message.rank, member)
             member.step = message.step
-            if self._claim is member:
-                self._claim = None
             member.send(Joined(self.epoch, self.life, self.partition.received))
             if self.partition.phase is Phase.ANCHORING:
                 member.send(Anchoring(self.epoch, self.partition.first))
-            if self._suspects:  # asked for while this rank may have been away
-                member.send(Reanchor(self.epoch, sorted(self._suspects), "audit"))
+            if self.suspects:  # asked for while this rank may have been away
+                member.send(Reanchor(self.epoch, sorted(self.suspects), "audit"))
             member.send(self._ack())
             return True
 
@@ -353,27 +289,26 @@ class Run:
     def remove(self, force: bool) -> None:
         """Forget everything. Refused while the run is trained, unless forced."""
         with self.changed:
-            if self._live() and not force:
+            if self._members.live and not force:
                 raise NotTaken("live", f"run {self.name!r} is being trained; stop it first, or force")
             self.incarnation = None
             self._fence()
             for channel in self._data.values():
                 channel.close()
-            self.state = self.frozen = self.holder = None
+            self.replayer.forget()
             self._end()
 
     def remove_if_empty(self) -> bool:
         """End this run if nobody is about to train it and it holds nothing: it was asked for, and no more."""
         with self.changed:
-            nobody = all(member.closed for member in self._all_members()) and not self._data
-            if nobody and not self._ended and self.partition is None and self._recoverable() is None:
+            nobody = self._members.closed and not self._data
+            if nobody and not self._ended and self.partition is None and self.replayer.recoverable() is None:
                 self._end()
             return self._ended
 
     def _end(self) -> None:
         self._ended = True
-        self._queue.clear()
-        self._queue.append(None)
+        self.replayer.end()
         self.changed.notify_all()
 
     # ------------------------------------------------------------ messages of a joined rank
@@ -398,17 +333,9 @@ class Run:
                 raise ProtocolError(f"{type(message).__name__} from a rank that has joined")
 
     def _audit(self, message: Audit) -> Audited:
-        deadline = time.monotonic() + LEASE_S
-        with self.changed:
-            self.changed.wait_for(
-                lambda: self.state is None or self.state.step >= message.step or not self.partition,
-                deadline - time.monotonic(),
-            )
-            state = self.state
-        with self._between_steps:
-            if state is None or state.step != message.step:
-                return Audited(message.step, 0, [], moved=True)
-            differing = state.differing(message.digests)
+        differing = self.replayer.differing(message.step, message.digests, LEASE_S)
+        if differing is None:
+            return Audited(message.step, 0, [], moved=True)
         with self.changed:
             self._suspect(message.step, differing)
         return Audited(message.step, len(message.digests), differing)
@@ -450,14 +377,14 @@ class Run:
                 verdict = partition.begin(header)
                 if verdict is not Verdict.WAIT:
                     break
-                if self._draining and self._idle and not self._queue:
+                if self._draining and self.replayer.idle:
                     raise Superseded(f"{header} waits for a step that cannot come any more")
                 self.changed.wait(1.0)
             if header.kind is Kind.PART:
                 return None
             if verdict is Verdict.DRAIN:
                 return scratch[: header.length]
-            return self._buffer(partition, header)[header.offset : header.offset + header.length]
+            return self._buffers.place(partition, header)
 
     def arrived(self, frame: Frame, message: Attach, channel: Channel, drained: bool) -> None:
         """A frame is whole and its checksum holds."""
@@ -498,46 +425,26 @@ class Run:
             raise Superseded(f"rank {message.rank} of attempt {message.incarnation} is fenced")
         return self.partition
 
-    def _buffer(self, partition: Partition, header: Header) -> memoryview:
-        key = (header.kind, header.block, header.update if header.kind is Kind.GRAD else header.entry)
-        buffers = self._buffers.setdefault(header.step, {})
-        if (tensor := buffers.get(key)) is None:
-            if header.kind is Kind.GRAD:
-                free = self._free.get(header.block)
-                tensor = free.pop() if free else empty_like(partition.layout.blocks[header.block])
-            else:
-                tensor = self._anchor_buffer(partition.anchor(header))
-            buffers[key] = tensor
-        return bytes_of(tensor)
-
-    @staticmethod
-    def _anchor_buffer(found: tuple[Anchor, int]) -> torch.Tensor:
-        anchor, entry = found
-        described = anchor.entries[entry]
-        tensor = torch.empty(described.sizes, dtype=dtype_of(described.dtype))
-        if tensor.numel() * tensor.element_size() != described.nbytes:
-            raise ProtocolError(f"anchor of block {anchor.block}: entry {entry} is not {described.nbytes} bytes")
-        return tensor
-
     # ------------------------------------------------------------ effects
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Apply() | Freeze():
-                    self._queue.append(effect)
+                case Apply(step=step):
+                    assert self.partition is not None
+                    self.replayer.put(Work(effect, self.partition, self._buffers.of(step)))
+                case Freeze():
+                    self.replayer.put(effect)
                 case Drop(step):
-                    for (kind, block, _), tensor in self._buffers.pop(step, {}).items():
-                        if kind is Kind.GRAD:
-                            self._free.setdefault(block, []).append(tensor)
+                    self._buffers.drop(step)
                 case Acknowledge():
-                    self._tell_all(self._ack())
+                    self._members.tell(self._ack())
                 case AskResume(epoch, reason):
                     self.epoch = epoch
                     log.warning("run %s: epoch %d begins: %s", self.name, epoch, reason)
-                    self._tell_all(Resume(epoch, reason))
+                    self._members.tell(Resume(epoch, reason))
                 case AskAnchors(epoch, step):
-                    self._tell_all(Anchoring(epoch, step))
+                    self._members.tell(Anchoring(epoch, step))
                 case Tell(kind, text, step, fatal):
                     self._report(Report(kind, text, step, fatal))
         if effects:
@@ -548,167 +455,88 @@ class Run:
         assert p is not None
         return Ack(p.epoch, p.received, p.stable, p.applied_step, p.recovery)
 
-    def _tell_all(self, message: Control) -> None:
-        for member in self._members.values():
-            if not member.closed:
-                member.send(message)
-
     def _report(self, report: Report) -> None:
         self.last_error = report.text
         self._reports[report.kind] += 1
         if self._reports[report.kind] <= REPORTS:
             more = "; more of this kind are not logged" if self._reports[report.kind] == REPORTS else ""
             log.warning("run %s: %s%s", self.name, report.text, more)
-        self._tell_all(report)
+        self._members.tell(report)
 
-    def _suspect(self, step: int, differing: list[Any]) -> None:
+    def _suspect(self, step: int, differing: list[Digest]) -> None:
         """Ask the owners of these blocks to anchor them anew."""
-        new = {d.block: d.key for d in differing if d.block not in self._suspects}
+        new = {d.block: d.key for d in differing if d.block not in self.suspects}
         if not new or self.partition is None:
             return
         for block, key in new.items():
             name = self.partition.layout.blocks[block].fqn
-            self._suspects[block] = (
+            self.suspects[block] = (
                 f"audit at step {step}: {name}{' ' + key if key else ''} differs between trainer and shadow"
             )
-            self.last_error = self._suspects[block]
-        self._tell_all(Reanchor(self.epoch, sorted(new), "audit"))
+            self.last_error = self.suspects[block]
+        self._members.tell(Reanchor(self.epoch, sorted(new), "audit"))
 
-    # ------------------------------------------------------------ the replayer's thread
+    # ------------------------------------------------------------ what the replayer tells
 
-    def _replay(self) -> None:
-        while True:
-            with self.changed:
-                self._idle = True
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self._queue)
-                work = self._queue.popleft()
-                if work is None:
-                    self.changed.notify_all()
-                    return
-                self._idle = False
-                partition, state, buffers = self.partition, self.state, self._buffers
-            if isinstance(work, Freeze):
-                self._freeze(work)
-            elif partition is not None and state is not None:
-                self._apply(work, partition, state, buffers.get(work.step, {}))
+    def frozen(self) -> None:
+        self.suspects.clear()  # every block comes anew
 
-    def _freeze(self, work: Freeze) -> None:
-        with self._between_steps, self.changed:
-            if self.state is None or self.holder is None:
-                return  # removed meanwhile
-            if work.keep and self.state.whole:
-                self.frozen = (self.state, self.holder)
-            self._suspects.clear()
-            self.state = State(self.state.spec, self.limits.allowed)
+    def applied(self, work: Work, distances: dict[int, float], differing: list[Digest]) -> None:
+        if self.partition is not work.partition:
+            return  # removed meanwhile
+        step = work.apply.step
+        for block, largest in distances.items():
+            text = f"{self.suspects.pop(block)} by up to {largest:g}; anchored anew at step {step}"
+            self._report(Report("differs", text, step))
+        self._suspect(step, differing)
+        self._perform(work.partition.applied(work.apply.epoch, step))
 
-    def _apply(
-        self,
-        work: Apply,
-        partition: Partition,
-        state: State,
-        buffers: dict[tuple[Kind, int, int], torch.Tensor],
-    ) -> None:
-        def gradient(update: int, block: int) -> torch.Tensor:
-            found = buffers.get((Kind.GRAD, block, update))
-            return found if found is not None else empty_like(partition.layout.blocks[block])
-
-        anchors = {a.block: a for part in work.parts.values() for a in part.anchors}
-
-        def anchored(block: int, entry: int) -> torch.Tensor:
-            found = buffers.get((Kind.ANCHOR, block, entry))
-            return found if found is not None else self._anchor_buffer((anchors[block], entry))
-
-        with self._between_steps:
-            try:
-                self._set_numerics(state.spec)
-                differences = state.apply(
-                    work.step, work.parts, partition.layout.leads, gradient, anchored, self._suspects
-                )
-                digests = [d for part in work.parts.values() for d in part.audits]
-                differing = state.differing(digests) if state.whole else []
-            except Exception as error:  # whatever a part may ask for: the replayer goes on
-                self._broken(work, partition, state.spec, error)
-                return
-        with self.changed:
-            if self.partition is not partition:
-                return  # removed meanwhile
-            for block, largest in differences.items():
-                text = f"{self._suspects.pop(block)} by up to {largest:g}; anchored anew at step {work.step}"
-                self._report(Report("differs", text, work.step))
-            self._suspect(work.step, differing)
-            if state.whole and self.frozen is not None:
-                self.frozen = None
-            self._perform(partition.applied(work.epoch, work.step))
-
-    def _set_numerics(self, spec: Spec) -> None:
-        threads = spec.fingerprint.threads if spec.replay == "match" else self.limits.threads
-        if threads is not None and threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
-        torch.set_flush_denormal(spec.fingerprint.flush_denormal)
-
-    def _broken(self, work: Apply, partition: Partition, spec: Spec, error: Exception) -> None:
-        """A step that this shadow cannot apply: its state is of no step any more, so begin again from anchors.
-
-        Called between steps, so that no reader takes a cut of that state.
-        """
-        with self.changed:
-            if self.partition is not partition:
-                return  # removed meanwhile
-            if self._reports["refused"] < REPORTS:
-                log.error("run %s: step %d cannot be applied", self.name, work.step, exc_info=error)
-            self.state = State(spec, self.limits.allowed)
-            self._report(Report("refused", f"the shadow cannot apply step {work.step}: {error}", work.step, fatal=True))
-            void = [work, *(w for w in self._queue if isinstance(w, Apply) and w.epoch == work.epoch)]
-            self._queue = deque(w for w in self._queue if w not in void)
-            drops: list[Effect] = [Drop(w.step) for w in void]
-            kept = self.frozen[0].step if self.frozen is not None else -1
-            self._perform(drops + partition.lost(work.epoch, kept, str(error)))
+    def failed(self, work: Work, error: Exception) -> None:
+        """A step that this shadow cannot apply: its state is of no step any more, so begin again from anchors."""
+        if self.partition is not work.partition:
+            return  # removed meanwhile
+        step = work.apply.step
+        if self._reports["refused"] < REPORTS:
+            log.error("run %s: step %d cannot be applied", self.name, step, exc_info=error)
+        self._report(Report("refused", f"the shadow cannot apply step {step}: {error}", step, fatal=True))
+        drops: list[Effect] = [Drop(step) for step in self.replayer.void(work)]
+        kept = self.replayer.frozen.step if self.replayer.frozen is not None else -1
+        self._perform(drops + work.partition.lost(work.apply.epoch, kept, str(error)))
 
     # ------------------------------------------------------------ reading
 
-    def lease(self, step: int | None) -> tuple[State, Cut, Incarnation]:
-        """Hold one whole step for a reader."""
-        with self._between_steps, self.changed:
-            held = self._recoverable()
-            if held is None:
-                raise StepNotFound(f"run {self.name!r} has no whole step yet")
-            state, holder = held
-            if step is not None and step != state.step:
-                raise StepNotFound(
-                    f"run {self.name!r}: step {step} is not held; the one step that is whole here is {state.step}"
-                )
-            self._used = time.monotonic()
-            return state, state.cut(), holder
+    def lease(self, step: int | None) -> Cut:
+        """Hold one whole step for a reader, until `release`."""
+        cut = self.replayer.lease(step)
+        self._used = time.monotonic()
+        return cut
 
-    def release(self, state: State, cut: Cut) -> None:
-        with self._between_steps:
-            state.release(cut)
+    def release(self, cut: Cut) -> None:
+        self.replayer.release(cut)
 
     @property
     def idle_s(self) -> float:
         """Seconds since this run was trained or read, 0 while it is."""
         with self.changed:
-            held = (self.state, self.frozen[0] if self.frozen else None)
-            in_use = self._live() or any(state.leased for state in held if state is not None)
+            in_use = self._members.live or self.replayer.leased
             return 0.0 if in_use else time.monotonic() - max(self.heard, self._used)
 
     def status(self) -> dict[str, Any]:
         with self.changed:
-            p, state = self.partition, self.state
-            told = [member.step for member in self._members.values()]
-            newest = max([p.received, *p.newest.values(), *told]) if p else -1
+            p, state, held = self.partition, self.replayer.state, self.replayer.recoverable()
+            applied = state.step if state else -1
+            newest = max([p.received, *p.newest.values(), *self._members.steps]) if p else -1
             return {
                 "run": self.name,
                 "incarnation": str(self.incarnation) if self.incarnation else "",
-                "live": self._live(),
+                "live": self._members.live,
                 "epoch": self.epoch,
                 "phase": p.phase.value if p else "idle",
                 "world_size": p.layout.world_size if p else 0,
-                "received": p.received if p else (state.step if state else -1),
-                "stable": p.stable if p else (state.step if state else -1),
-                "applied": p.applied_step if p else (state.step if state else -1),
-                "recovery": p.recovery if p else (held[0].step if (held := self._recoverable()) else -1),
+                "received": p.received if p else applied,
+                "stable": p.stable if p else applied,
+                "applied": p.applied_step if p else applied,
+                "recovery": p.recovery if p else (held.step if held else -1),
                 "newest": newest,
                 "lag": max(0, newest - p.received) if p else 0,
                 "waiting_for": p.missing if p else [],
@@ -722,17 +550,13 @@ class Run:
             }
 
     def _mode(self) -> str:
-        spec = self.state.spec if self.state is not None else None
-        if spec is None:
+        if self.replayer.state is None:
             return ""
+        spec = self.replayer.state.spec
         return "drift" if spec.replay == "fast" or differs(spec.fingerprint, fingerprint()) else "exact"
 
     def memory_bytes(self) -> int:
         """Tensor bytes held: states, gradients and anchors."""
-        tensors = [t for step in self._buffers.values() for t in step.values()] + [
-            t for f in self._free.values() for t in f
-        ]
-        held = [state for state in (self.state, self.frozen[0] if self.frozen else None) if state is not None]
         with contextlib.suppress(RuntimeError):  # the replayer may add to a state while it is counted
-            return sum(t.numel() * t.element_size() for t in tensors) + sum(state.nbytes() for state in held)
+            return self._buffers.nbytes + self.replayer.nbytes
         return -1
