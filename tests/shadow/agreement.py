@@ -344,7 +344,7 @@ class World:
         self._tell(event, lambda p: p.applied(work.epoch, work.step))
 
     def _fail(self) -> None:
-        """`Run._broken`: the state is of no step any more."""
+        """`Run.failed`: the state is of no step any more."""
         self.failures -= 1
         work, self.queue = self.queue[0], self.queue[1:]
         assert isinstance(work, Apply)

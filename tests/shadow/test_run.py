@@ -457,6 +457,41 @@ def test_no_two_lives_share_an_epoch(run: Run, theirs: int, epoch: int) -> None:
     assert same(held(run), first.history[10])
 
 
+def test_attempt_that_had_displaced_another_takes_the_run_from_it_at_an_empty_shadow(run: Run) -> None:
+    def known_from_before(number: int) -> Attempt:
+        attempt = Attempt(run)
+        attempt.incarnation, attempt.epoch, attempt.life = m.Incarnation(number, attempt.attempt.id), 3, 77
+        return attempt
+
+    def take(attempt: Attempt, step: int) -> None:
+        attempt.step = step
+        epoch = attempt.join(0, with_spec=True).epoch
+        attempt.epoch, attempt.life = epoch, run.life
+        for rank, channel in list(run._data.items()):
+            assert channel.closed
+            run.detach(rank, channel)
+        for rank in (0, 1):
+            assert attempt.join(rank).known
+            attempt.attach(rank)
+        attempt.resume(epoch)
+        attempt.train()
+        attempt.deliver(anchored=True)
+        attempt.await_applied()
+
+    hung, healthy = known_from_before(5), known_from_before(6)
+    take(hung, 9)
+    assert not healthy.join(0).known
+    take(healthy, 20)
+    assert same(held(run), healthy.history[21])
+    with pytest.raises(NotTaken, match="superseded"):
+        hung.join(0)
+    third = Attempt(run)  # from here on, attempts have prepared, and numbers of other times mean nothing
+    healthy.die()
+    assert third.prepare().steps == [21]
+    with pytest.raises(NotTaken, match="superseded"):
+        known_from_before(99).join(0, with_spec=True)
+
+
 def test_reconnecting_rank_hears_again_what_it_missed(run: Run) -> None:
     first = Attempt(run).begin()
     first.steps(1)

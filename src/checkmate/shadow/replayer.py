@@ -85,7 +85,7 @@ class Replayer:
         self.state = self.frozen = None
 
     def void(self, work: Work) -> list[int]:
-        """The state is of no step any more, so what is queued for it is void too: those steps, with `work`'s."""
+        """What is queued after this work for the same epoch counts no more: the steps of all of it."""
         void, kept = [work.apply.step], deque[Work | Freeze | None]()
         for queued in self._queue:
             if isinstance(queued, Work) and queued.apply.epoch == work.apply.epoch:
@@ -93,8 +93,6 @@ class Replayer:
             else:
                 kept.append(queued)
         self._queue = kept
-        assert self.state is not None
-        self.state = State(self.state.spec, self._allowed, self.state.holder)
         return void
 
     @property
@@ -196,7 +194,9 @@ class Replayer:
                 digests = [digest for part in parts.values() for digest in part.audits]
                 differing = state.differing(digests) if state.whole else []
             except Exception as error:  # whatever a part may ask for: the replayer goes on
-                with self._changed:  # before any reader takes a cut of that state
+                with self._changed:  # before any reader takes a cut of that state, which is of no step any more
+                    if self.state is state:
+                        self.state = State(state.spec, self._allowed, state.holder)
                     self._owner.failed(work, error)
                 return
         with self._changed:

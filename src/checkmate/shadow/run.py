@@ -123,6 +123,7 @@ class Run:
         self._reports: Counter[str] = Counter()  #: by kind
         self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
+        self._unprepared = False  #: the attempt was taken at its word, by a shadow that knew of none
         self._ended = False  #: removed: its replayer is gone, and nobody new finds it
         self.replayer = Replayer(name, self.changed, self, limits.allowed, limits.threads)
 
@@ -141,7 +142,7 @@ class Run:
                 self._drain()
                 self._check_not_ended()
                 number = (old.number if old else 0) + 1
-                self.incarnation = Incarnation(number, message.attempt.id)
+                self.incarnation, self._unprepared = Incarnation(number, message.attempt.id), False
                 self._fence()
                 if old is not None:
                     log.info("run %s: attempt %s displaces %s", self.name, self.incarnation, old)
@@ -248,22 +249,11 @@ class Run:
         """A rank begins or goes on streaming. False: this run is unknown here, and the spec must come along."""
         with self.changed:
             self._check_not_ended()
-            if self.incarnation is None:
+            if self.incarnation is None or self._outlived_by(message.incarnation):
                 if message.spec is None:
                     member.send(Joined(0, 0, -1, known=False))
                     return False
-                self._check_memory(message.spec)
-                layout = Layout(message.spec)
-                self.replayer.begin(message.spec, message.incarnation)
-                self.incarnation = message.incarnation
-                self.attempt = message.attempt or Attempt(message.incarnation.id, "unknown host", 0)
-                self._begin(layout, Phase.RESUMING, -1, message.epoch + 1)
-                log.info(
-                    "run %s: begun anew by attempt %s at step %d",
-                    self.name,
-                    message.incarnation,
-                    message.step,
-                )
+                self._begin_joined(message, message.spec)
             self._check_current(message.incarnation)
             if self.partition is None:
                 raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not adopted a step")
@@ -280,6 +270,25 @@ class Run:
                 member.send(Reanchor(self.epoch, sorted(self.suspects), "audit"))
             member.send(self._ack())
             return True
+
+    def _outlived_by(self, incarnation: Incarnation) -> bool:
+        """Whether an old attempt, which has woken up, found this shadow empty before the one that had displaced it."""
+        return self._unprepared and self.incarnation is not None and incarnation.number > self.incarnation.number
+
+    def _begin_joined(self, message: Join, spec: Spec) -> None:
+        """A run that this shadow does not know, or no more, goes on here under an epoch later than all."""
+        self._check_memory(spec)
+        layout = Layout(spec)
+        self.incarnation, self._unprepared = message.incarnation, True
+        self.attempt = message.attempt or Attempt(message.incarnation.id, "unknown host", 0)
+        for channel in self._data.values():
+            channel.close()
+        self._fence()
+        self.changed.wait_for(lambda: self.replayer.idle)
+        self._check_current(message.incarnation)
+        self.replayer.begin(spec, message.incarnation)
+        self._begin(layout, Phase.RESUMING, -1, message.epoch + 1)
+        log.info("run %s: begun anew by attempt %s at step %d", self.name, message.incarnation, message.step)
 
     def leave(self, member: Member) -> None:
         with self.changed:
