@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,18 +28,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from . import values
-from .errors import ProtocolError, Unreachable
+from .errors import Mismatch, ProtocolError, Refused, StepNotFound, Unreachable
 from .tensors import bytes_of, dtype_of
 from .transport.base import Channel, call, greet, refused
 from .transport.tcp import Address, connect, parse_address
 from .wire import messages
 from .wire.frames import MAX_PART_BYTES, Header, Kind, into_new_memory
-from .wire.messages import Entry, Lease, Leased, Read, ReadSidecar, Sidecar
+from .wire.messages import Entry, Incarnation, Lease, Leased, Read, ReadSidecar, Sidecar
 
 log = logging.getLogger("checkmate")
 
 #: Whoever waits for an answer for longer is told so.
 TELL_S = 3.0
+#: Items asked for at a time: far below what one `Read` may hold, for a shard by columns is an item per row.
+READ_ITEMS = 1 << 16
 
 
 def open_channel(address: Address, role: str, token: bytes | None, timeout_s: float) -> Channel:
@@ -94,6 +97,10 @@ class Reader:
     def read(self, items: Iterable[Item]) -> None:
         """Fill each item's memory. Raises Unreachable if the shadow goes away or falls silent."""
         items = [item for item in items if len(item[3])]
+        for first in range(0, len(items), READ_ITEMS):
+            self._read(items[first : first + READ_ITEMS])
+
+    def _read(self, items: list[Item]) -> None:
         progress = _Progress(items)
         self._channel.use_sink(progress.sink)
         try:
@@ -193,7 +200,10 @@ class ShadowReader(StorageReader):
         token: as given to the shadow.
         timeout: seconds to wait for the shadow to be there, and for each of its answers.
 
-    Raises Unreachable, Refused, StepNotFound.
+    Raises Unreachable, Refused, StepNotFound, Mismatch.
+
+    Ranks that load together read one step. Where training went on between their leases, they lease again the step that
+    the coordinator then finds; StepNotFound says that training was faster than that too.
     """
 
     def __init__(
@@ -211,14 +221,36 @@ class ShadowReader(StorageReader):
         self._reader: Reader | None = None
         self._values: dict[str, Any] = {}
         self._where: dict[str, tuple[int, int]] = {}
+        self._described: dict[str, Any] = {}  #: what the metadata last said of each key
 
     @property
     def reader(self) -> Reader:
         """The lease, taken at first use."""
         if self._reader is None:
-            address, run, step = self._arguments
-            self._reader = Reader(address, run, step, token=self._token, timeout_s=self._timeout_s)
+            self._reader = self._lease(self._arguments[2])
         return self._reader
+
+    def _lease(self, step: int | None) -> Reader:
+        address, run, _ = self._arguments
+        return Reader(address, run, step, token=self._token, timeout_s=self._timeout_s)
+
+    def _lease_again(self, step: int | None) -> None:
+        """Another lease in place of this one, under a plan that is made already. Raises Mismatch if that cannot be."""
+        planned = self._described
+        self.close()
+        self._reader = self._lease(step)
+        self.read_metadata()
+        changed = [key for key, described in planned.items() if self._described.get(key) != described]
+        if changed:
+            raise Mismatch(
+                f"the ranks leased different steps, and in step {self._reader.leased.step} {changed[0]} is not what it "
+                f"was when the load was planned ({len(changed)} such keys); load again"
+            )
+
+    @property
+    def _held(self) -> tuple[Incarnation, int]:
+        """Which state this is: a restart of training may come to the same step with another one."""
+        return self.reader.leased.incarnation, self.reader.leased.step
 
     def close(self) -> None:
         """Give the lease back: while it lasts, the shadow keeps a copy of what training changes. Idempotent."""
@@ -241,6 +273,7 @@ class ShadowReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         reader = self.reader
+        self._values, self._where = {}, {}
         tensors: dict[str, Any] = {}
         flat, planner_data = flatten_state_dict(self._tree(reader))
         for key, leaf in flat.items():
@@ -254,6 +287,7 @@ class ShadowReader(StorageReader):
             else:
                 self._values[key] = leaf
                 tensors[key] = BytesStorageMetadata()
+        self._described = tensors
         return Metadata(tensors, planner_data=planner_data)
 
     @staticmethod
@@ -280,12 +314,37 @@ class ShadowReader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=self._held)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """One step for all: what they hold, or what the coordinator, who is called, leases now that all are ready."""
+        if any(plan.storage_data != self._held for plan in plans):
+            self._lease_again(self._arguments[2])
+        return [replace(plan, storage_data=self._held) for plan in plans]
+
+    def _follow(self, wanted: tuple[Incarnation, int]) -> None:
+        """Hold what the coordinator holds."""
+        had, step = self._held[1], wanted[1]
+        why = ""
+        try:
+            self._lease_again(step)
+            if self._held != wanted:
+                why = f"step {step} is by now that of attempt {self._held[0]}, and was that of {wanted[0]}"
+        except Refused as error:
+            if error.kind != "missing":
+                raise
+            why = str(error)
+        if why:
+            self.close()  # of use to nobody, and the shadow copies for it
+            raise StepNotFound(
+                f"this rank leased step {had} and the coordinator step {step}, which training has left before this "
+                f"rank could lease it too ({why}); load again, or while training stands, or from what "
+                "`checkmate export` writes"
+            )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if plan.storage_data is not None and plan.storage_data != self._held:
+            self._follow(plan.storage_data)
         items: list[Item] = []
         indirect: list[tuple[torch.Tensor, torch.Tensor]] = []
         for request in plan.items:
