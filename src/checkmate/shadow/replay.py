@@ -7,6 +7,7 @@ cut; so a reader needs no lock while it sends, and never sees half a step.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -170,6 +171,13 @@ class State:
         self._cuts.append(cut)
         self._shared = set(range(len(self.params)))
         return cut
+
+    def cut_of(self, step: int) -> Cut | None:
+        """Hold an earlier step that another reader holds: its memory is left alone for as long as anyone does."""
+        found = next((cut for cut in self._cuts if cut.step == step), None)
+        if found is not None:
+            self._cuts.append(found := copy.copy(found))
+        return found
 
     @property
     def leased(self) -> bool:

@@ -128,6 +128,8 @@ class Replayer:
             if held is None:
                 raise StepNotFound(f"run {self.name!r} has no whole step yet")
             if step is not None and step != held.step:
+                if (cut := held.cut_of(step)) is not None:
+                    return cut
                 raise StepNotFound(
                     f"run {self.name!r}: step {step} is not held; the one step that is whole here is {held.step}"
                 )
