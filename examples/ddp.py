@@ -4,9 +4,11 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/ddp.py --shadow tcp://127.0.0.1:7070
 
-Kill the workers with SIGKILL, and torchrun starts them again; they go on from the step that they had finished. Stop
-torchrun with SIGTERM or Ctrl-C, and the same command goes on from there. ``examples/gpt.py`` says what the variable
-is for.
+Kill the workers with SIGKILL, and torchrun starts them again; they go on from the step that they had finished.
+
+torchrun hands SIGTERM on to the workers: they finish the step, wait until it is safe, and end well. Ctrl-C reaches them
+as a KeyboardInterrupt in the middle of a step. After either, torchrun prints a traceback of its own and exits with 1;
+the same command goes on from the newest finished step. ``examples/gpt.py`` says what the variable is for.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import checkmate
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--shadow", required=True, metavar="ADDRESS", help="tcp://HOST:PORT of a shadow")
-    parser.add_argument("--run", default="ddp", metavar="NAME", help="what the shadow keeps this run under")
+    # Not --run: torchrun looks at the script's options too, and takes it for its own --run-path.
+    parser.add_argument("--name", default="ddp", help="what the shadow keeps this run under")
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
 
@@ -46,7 +49,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=args.steps + 1)
     torch.manual_seed(1 + dist.get_rank())  # another dropout on each rank
 
-    ckpt = checkmate.attach(model, optimizer, shadow=args.shadow, run=args.run, stateful={"scheduler": scheduler})
+    ckpt = checkmate.attach(model, optimizer, shadow=args.shadow, run=args.name, stateful={"scheduler": scheduler})
     first = ckpt.restore()
     say(f"going on from step {first}")
     batches = ckpt.batches(loader)

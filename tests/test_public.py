@@ -14,6 +14,7 @@ import torch
 import checkmate
 from checkmate import cli
 from checkmate.shadow.run import Limits, Run
+from checkmate.trainer.link import CONNECT_S
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("src/checkmate/**/*.md")])
@@ -91,12 +92,23 @@ def test_operations_explains_every_key_of_stats_and_status() -> None:
     assert "unheard_of" not in words("docs/operations.md")
 
 
+def test_wire_says_how_long_our_clients_wait_for_a_greeting() -> None:
+    assert f"our clients {CONNECT_S:g} s" in (ROOT / "docs" / "wire.md").read_text()
+
+
 def test_readme_names_every_command() -> None:
     commands = {f"checkmate {c.name or getattr(c.callback, '__name__', '')}" for c in cli.app.registered_commands}
     commands |= {f"checkmate {group.name}" for group in cli.app.registered_groups}
     assert len(commands) == 6
     text = (ROOT / "README.md").read_text()
     assert [command for command in commands if f"`{command}" not in text] == []
+
+
+def test_every_test_that_a_document_names_is_there() -> None:
+    tests = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    named = {name for path in DOCUMENTS for name in re.findall(r"\btest_\w+\b(?!\.py)", path.read_text())}
+    assert "test_program_in_the_readme_goes_on_where_it_was_killed" in named
+    assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -77,6 +78,20 @@ def test_program_in_the_readme_goes_on_where_it_was_killed(shadow: str, tmp_path
         assert killed_after - 1 <= resumed < 500
         assert read_until(second, r"^step (500): loss \d")
         assert second.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("example", ["ddp", "gpt"])
+def test_torchrun_leaves_the_options_of_the_examples_alone(example: str) -> None:
+    def for_the_script(*arguments: str) -> list[str]:
+        found: list[str] = get_args_parser().parse_args(["script.py", *arguments]).training_script_args
+        return found
+
+    options = re.findall(r'add(?:_argument)?\("(--\w+)"', (ROOT / "examples" / f"{example}.py").read_text())
+    assert {"--shadow", "--name", "--steps"} <= set(options)
+    for option in options:
+        assert for_the_script(option, "1") == [option, "1"]
+    with pytest.raises(SystemExit):  # the negative control
+        for_the_script("--run", "1")
 
 
 def test_example_stops_all_ranks_at_one_step_and_goes_on_from_there(shadow: str) -> None:

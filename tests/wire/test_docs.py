@@ -210,7 +210,7 @@ def test_limits_in_the_document_are_those_in_the_code() -> None:
         frames.FIRST_BYTES, messages.RUN_NAME_LIMIT,
     ):  # fmt: skip
         assert f"{limit:,} bytes" in text, limit
-    assert f"gives the other {auth.GREETING_S:g} s" in text
+    assert f"The shadow gives {auth.GREETING_S:g} s" in text
     assert f"silent for {messages.LEASE_S:g} s" in text
     assert re.findall(r"^\| `(\w+)` \| ", text.split("### Kinds of refusal")[1], re.MULTILINE) == list(
         messages.REFUSALS

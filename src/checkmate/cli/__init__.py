@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
@@ -24,6 +26,25 @@ app.command()(export.export)
 app.command()(rm.rm)
 app.command()(demo)
 app.add_typer(bench.app, name="bench")
+
+
+def print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        print(f"checkmate {version('checkmate-ckpt')}")
+    except PackageNotFoundError:
+        print("checkmate (not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of ``checkmate`` itself."""
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, Refused
 from .status import Address, Timeout, TokenFile, ask
 
 
@@ -20,7 +20,12 @@ def rm(
     """Remove a run, with its last whole step, from the memory of a shadow."""
     from ..wire.messages import Done, Remove
 
-    answer = ask(address, token_file, timeout, Remove(run, force))
+    try:
+        answer = ask(address, token_file, timeout, Remove(run, force))
+    except Refused as error:
+        if error.kind == "live":
+            raise Refused(f"run {run!r} is being trained; stop it first, or give --force", error.kind) from None
+        raise
     if not isinstance(answer, Done):
         raise ProtocolError(f"{type(answer).__name__} in answer to a removal")
     print(answer.text)

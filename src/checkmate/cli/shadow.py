@@ -37,7 +37,7 @@ def shadow(
         int | None, typer.Option(min=1, help="Threads for replay='fast'; 'match' uses the trainer's number.")
     ] = None,
     memory_limit: Annotated[
-        int | None, typer.Option(min=1, help="Refuse runs that need more than this many bytes.")
+        int | None, typer.Option(min=1, metavar="BYTES", help="Refuse a run that may need more, with the others.")
     ] = None,
     expire: Annotated[float | None, typer.Option(help="Forget a run that nobody has used for so many seconds.")] = None,
 ) -> None:

@@ -36,7 +36,7 @@ def status(
     address: Address,
     as_json: AsJson = False,
     max_lag: Annotated[
-        int | None, typer.Option(help="Exit 1 if the recovery point of a run is more steps old than this.")
+        int | None, typer.Option(help="Exit 1 if a run has no recovery point, or one that is more steps old than this.")
     ] = None,
     token_file: TokenFile = None,
     timeout: Timeout = 5.0,
@@ -51,8 +51,7 @@ def status(
         print(json.dumps({"server": answer.server, "runs": answer.runs}))
     else:
         _show(answer.runs)
-    late = [run for run in answer.runs if max_lag is not None and run["newest"] - run["recovery"] > max_lag]
-    if late:
+    if max_lag is not None and any(r["recovery"] < 0 or r["newest"] - r["recovery"] > max_lag for r in answer.runs):
         raise typer.Exit(1)
 
 

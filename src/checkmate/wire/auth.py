@@ -20,7 +20,7 @@ from .messages import Challenge, Control, Hello, Proof, Refusal, Welcome
 
 ROLES = ("control", "data", "reader", "admin")
 CAPABILITIES: list[str] = []
-#: Either side gives the other so long for all of it.
+#: The shadow gives a client so long for all of it; clients choose their own.
 GREETING_S = 10.0
 
 
