@@ -133,3 +133,16 @@ def test_state_of_a_group_that_was_added_before_a_restart_is_audited_and_anchore
         job.ckpt.anchor()
         job.ckpt.step()  # without an update
     job.crash()
+
+
+def test_group_that_is_removed_in_mid_run_is_left_alone_by_the_shadow_too(shadow: Shadow) -> None:
+    job = Job(CASES["several groups"], 0).begin(shadow.address, "a group is removed")
+    for _ in range(2):
+        job.train()
+    del job.optimizer.param_groups[1]
+    for _ in range(2):
+        job.train()
+    assert job.ckpt.wait() == 4
+    assert job.ckpt.audit()["differing"] == []
+    assert job.ckpt.stats()["reports"] == {}
+    job.crash()

@@ -224,7 +224,7 @@ def test_malformed_message_is_refused(data: bytes, match: str) -> None:
         {"anchors": [[0, 0, [["", "float32", [1] * 17, 4]], b""]]},
         {"anchors": [[0, 0, [["", "float32", [1], 4]] * 65, b""]]},
         {"audits": [[0, "", 0, 0, 2**64 - 1, 1]]},
-        {"groups": [b""] * 1025},
+        {"groups": [b""] * (2**16 + 1)},
         {"sidecar": {"rng": "text"}},
     ],
     ids=lambda fields: next(iter(fields)),

@@ -7,6 +7,7 @@ that it sent partially counts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -51,6 +52,7 @@ READER_S = 300.0
 BREATH_S = 1.0
 
 
+@functools.cache  # it reads a file, and there may be no descriptor left for one
 def release() -> str:
     try:
         return f"checkmate {version('checkmate-ckpt')}"

@@ -265,6 +265,7 @@ class State:
         blocks = set(update.blocks)
         self._own(blocks)
         hyper = values.loads(update.groups)
+        del optimizer.param_groups[len(hyper) :]
         while len(optimizer.param_groups) < len(hyper):
             optimizer.param_groups.append({**hyper[len(optimizer.param_groups)], "params": []})
         pieces = self._pieces[update.optimizer]

@@ -84,7 +84,7 @@ class Spec(_Record):
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     replica_sets: Annotated[list[Numbers], MANY]
     blocks: Annotated[list[Block], MANY]
-    optimizers: Annotated[list[Optimizer], FEW]
+    optimizers: Annotated[list[Optimizer], SOME]
     fingerprint: Fingerprint
     replay: Word = "match"
     aliases: Annotated[dict[Name, Name], MANY] = {}  #: FQN of a tied parameter -> FQN of its block
@@ -165,8 +165,8 @@ class Part(_Message):
     anchors: Annotated[list[Anchor], MANY] = []
     audits: Annotated[list[Digest], MANY] = []
     gradients: Annotated[list[Digest], MANY] = []  #: of whole blocks: replicas must agree on them
-    groups: Annotated[list[bytes], FEW] | None = None  #: values: each optimizer's groups as they stand; None: as before
-    members: Annotated[list[Groups], FEW] | None = None  #: of each optimizer; None: as before
+    groups: Annotated[list[bytes], SOME] | None = None  #: values: each optimizer's groups as they stand; None: as before
+    members: Annotated[list[Groups], SOME] | None = None  #: of each optimizer; None: as before
     sidecar: Entries = {}  #: names not listed stand as before
     dropped: Annotated[list[Word], SOME] = []  #: sidecar names that exist no more
 
@@ -383,7 +383,7 @@ class Leased(_Message):
     step: Count
     world_size: Count
     held: Annotated[list[Held], MANY]
-    optimizers: Annotated[list[Optimizer], FEW]  #: with groups and members of the end of the step
+    optimizers: Annotated[list[Optimizer], SOME]  #: with groups and members of the end of the step
     aliases: Annotated[dict[Name, Name], MANY]
     sidecars: Annotated[dict[Count, Annotated[list[Word], SOME]], MANY]  #: names by rank
     fingerprint: Fingerprint
