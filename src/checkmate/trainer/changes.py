@@ -8,7 +8,7 @@ is left for the rolling audit to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,9 @@ class Watch:
         for group, then in self._looks.items():
             now = self._look(group, then)
             if now.facts != then.facts or not torch.equal(now.sample, then.sample):
-                found.update(block for i, block in enumerate(group) if now.of(i) != then.of(i))
+                for block, (facts, sample), (old, was) in zip(group, now.blocks(), then.blocks(), strict=True):
+                    if facts != old or not torch.equal(sample, was):
+                        found.add(block)
         return found
 
     def _separate(self, group: tuple[int, ...]) -> None:
@@ -87,14 +89,15 @@ class _Look(NamedTuple):
     views: list[torch.Tensor]
     sample: torch.Tensor
 
-    def of(self, index: int) -> tuple[Any, ...]:
-        """All of one block, comparable."""
+    def blocks(self) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        """One block after the other: its facts, and its part of the sample."""
         addresses, versions, counts, ids, entry_versions = self.facts
-        entries = slice(first := sum(counts[:index]), first + counts[index])
-        sizes = [len(view) for view in self.views]
-        start = sum(sizes[:index])
-        sample = self.sample[start : start + sizes[index]].tolist()
-        return addresses[index], versions[index], ids[entries], entry_versions[entries], sample
+        samples = self.sample.split([len(view) for view in self.views])
+        first = 0
+        for address, version, count, sample in zip(addresses, versions, counts, samples, strict=True):
+            entries = slice(first, first + count)
+            first += count
+            yield (address, version, ids[entries], entry_versions[entries]), sample
 
 
 def _view(param: torch.Tensor) -> torch.Tensor:
