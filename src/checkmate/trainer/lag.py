@@ -33,6 +33,7 @@ class Lag:
         self._recorder, self._pool, self._address, self._rank = recorder, pool, address, rank
         self._block_s = block_s
         self._patient = True  #: until one wait was in vain
+        self._left_s = block_s  #: of what all waits of one step may take
         self._quiet_until = 0.0
         self._told = False  #: the user knows that the recovery point is old
         self._told_fatal = False  #: and that it will stay so
@@ -75,6 +76,7 @@ class Lag:
         """After `step`: one warning when the recovery point falls behind, one line when it is up again; reports."""
         link = self.link
         assert link is not None
+        self._left_s = self._block_s
         while link.reports:
             report = link.reports.popleft()
             self.reports[report.kind] += 1
@@ -113,7 +115,11 @@ class Lag:
             if self._recorder.at_once:
                 why += "; it cannot replay as fast as training steps, so it takes the whole state from time to time"
             return why
-        return "the shadow is behind" if link.streaming else link.trouble or "no connection"
+        if not link.streaming:
+            return link.trouble or "no connection"
+        if link.wanted_reason and (self.hopeless or self._recorder.lacking):
+            return f"the shadow takes in the state anew: {link.wanted_reason}"
+        return "the shadow is behind"
 
     # ------------------------------------------------------------ waiting, where the user asked for it
 
@@ -144,23 +150,25 @@ class Lag:
             self._pause(link, caught_up, "the shadow is behind")
 
     def _pause(self, link: Link, until: Callable[[], bool], why: str) -> bool:
-        """Wait for the shadow, for `block_s` at most; after that no more until it has caught up."""
+        """Wait for the shadow, for `block_s` in one step at most; after that no more until it has caught up."""
         if not self._patient:
             return False
-        began = time.monotonic()
-        done, told = link.wait_for(until, min(1.0, self._block_s)), False
+        began, limit_s = time.monotonic(), self._left_s
+        done, told = link.wait_for(until, min(1.0, limit_s)), False
         if not done:
             told = self._rank == 0 and began >= self._quiet_until
             if told:
                 self._quiet_until = began + QUIET_S
                 trouble = link.trouble or "connected"
                 log.warning("checkmate: training waits for %s (%s; %s)", self._address, why, trouble)
-            done = link.wait_for(until, self._block_s - 1.0)
+            done = link.wait_for(until, limit_s - 1.0)
         waited = time.monotonic() - began
         self.waited_s += waited
+        self._left_s -= waited
         if done and told:
             log.warning("checkmate: training goes on after %.1f s", waited)
         elif not done:
             self._patient = False
-            log.warning("checkmate: waited %.1f s for %s; training goes on without it", waited, self._address)
+            in_all = self._block_s - self._left_s
+            log.warning("checkmate: waited %.1f s for %s; training goes on without it", in_all, self._address)
         return done

@@ -134,7 +134,7 @@ class Rendezvous:
 
     def _prepare(self, attempt: Attempt, fresh: bool) -> Prepared:
         """A run that seems to be trained by someone else gets the time of a lease to prove that it is."""
-        patience = time.monotonic() + LEASE_S + 2
+        until = {"live": min(time.monotonic() + LEASE_S + 2, self._deadline), "busy": self._deadline}
         while True:
             self._channel = open_channel(self._address, "control", self._token, self._left())
             try:
@@ -144,7 +144,7 @@ class Rendezvous:
                 return answer
             except Refused as error:
                 self.close()
-                if error.kind != "live" or time.monotonic() > min(patience, self._deadline):
+                if time.monotonic() > until.get(error.kind, 0.0):
                     raise
                 time.sleep(0.5)
 
