@@ -18,14 +18,18 @@ Where they are missing, and where DDP offers no way back, `Buckets.restore` says
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from .model import uncompiled
 
 _OF_REDUCER = (
     "prepare_for_forward",
@@ -34,6 +38,17 @@ _OF_REDUCER = (
     "_rebuild_buckets",
     "get_backward_stats",
 )
+
+
+def find_ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, bool]:
+    """The wrapper that trains `model`, also if the bare module was given; and whether wrappers train parts of it."""
+    model = uncompiled(model)
+    if isinstance(model, DistributedDataParallel) or not dist.is_initialized():
+        return model if isinstance(model, DistributedDataParallel) else None, False
+    parts = set(map(id, model.modules()))
+    wrappers = [o for o in gc.get_objects() if type(o) is DistributedDataParallel and id(o.module) in parts]
+    whole = [wrapper for wrapper in wrappers if wrapper.module is model]
+    return (whole[-1], False) if whole else (None, bool(wrappers))
 
 
 class Buckets:

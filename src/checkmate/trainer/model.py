@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,6 +27,17 @@ _REFUSED = {
 }
 
 
+class Slot(NamedTuple):
+    """Where a model keeps a buffer: some replace the tensor, rather than write into it."""
+
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self.owner._buffers.get(self.name)
+
+
 @dataclass
 class Shadowed:
     """A model and its optimizers, by block number."""
@@ -35,7 +46,7 @@ class Shadowed:
     params: list[torch.nn.Parameter]
     number: dict[torch.nn.Parameter, int]
     optimizers: list[torch.optim.Optimizer]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, Slot] = field(default_factory=dict)
 
     def members(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
         """Block numbers per param group. Raises Unsupported for a parameter that `attach` did not see."""
@@ -73,6 +84,22 @@ def unwrap(optimizer: Any) -> list[torch.optim.Optimizer]:
     raise UsageError(f"attach() takes a torch optimizer or a list of them, not {type(optimizer).__name__}")
 
 
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """What ``torch.compile`` was given."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def _slots(module: torch.nn.Module) -> Iterator[tuple[str, Slot]]:
+    """Every buffer, once, with its name."""
+    seen: set[torch.Tensor] = set()
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                yield clean(f"{path}.{name}" if path else name), Slot(owner, name)
+
+
 def clean(name: str) -> str:
     """A parameter's name as ``torch.distributed.checkpoint.state_dict`` gives it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -83,6 +110,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
     Raises Unsupported, naming the parameter or class and what to do instead.
     """
+    model = uncompiled(model)
     module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     params: list[torch.nn.Parameter] = []
     number: dict[torch.nn.Parameter, int] = {}
@@ -98,10 +126,13 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             params.append(param)
             names.append(name)
     known = set(get_model_state_dict(model))
-    buffers = {name: b for raw, b in module.named_buffers() if (name := clean(raw)) in known and b is not None}
+    buffers = {name: slot for name, slot in _slots(module) if name in known}
     if missing := [name for name in [*names, *aliases] if name not in known]:
-        raise Unsupported(f"torch.distributed.checkpoint does not know these parameters of the model: {missing[:5]}")
-    if (total := sum(b.numel() * b.element_size() for b in buffers.values())) > MAX_PART_BYTES // 2:
+        raise Unsupported(
+            f"torch.distributed.checkpoint does not know these parameters of the model: {missing[:5]}; pass what "
+            "DistributedDataParallel was given or what it returned, without another module around it"
+        )
+    if (total := sum(b.tensor.nbytes for b in buffers.values() if b.tensor is not None)) > MAX_PART_BYTES // 2:
         raise Unsupported(
             f"the model's buffers have {total:,} bytes, and all of them may have to travel with one step: at most "
             f"{MAX_PART_BYTES // 2:,}; register what is derived with persistent=False"
@@ -181,6 +212,8 @@ def inexact(shadowed: Shadowed) -> list[str]:
     """Why replay may not give the bits of these optimizers, though it steps as they do."""
     half = (torch.float16, torch.bfloat16)
     reasons = []
+    if torch.get_default_dtype() != torch.float32:
+        reasons.append(f"optimizers keep their scalars in the default dtype, {torch.get_default_dtype()} here")
     for group in (group for optimizer in shadowed.optimizers for group in optimizer.param_groups):
         fused = bool(group.get("fused"))
         if fused and group.get("momentum") and any(param.dtype in half for param in group["params"]):

@@ -20,6 +20,7 @@ from .. import values
 from ..errors import UsageError
 from ..tensors import host_bytes
 from . import rng
+from .model import Slot
 
 log = logging.getLogger("checkmate")
 
@@ -37,9 +38,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def check_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Stateful]:
+def check_stateful(stateful: Mapping[Any, Any] | None) -> dict[str, Stateful]:
     """Raises UsageError for an object that cannot give and take its state."""
+    if stateful is not None and not isinstance(stateful, Mapping):
+        raise UsageError(f"stateful is a dict of names and objects, not a {type(stateful).__name__}")
     found = dict(stateful or {})
+    if odd := [name for name in found if not isinstance(name, str) or not name]:
+        raise UsageError(f"the names of stateful objects are strings, not {odd[0]!r}")
     for name, item in found.items():
         if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
             raise UsageError(
@@ -51,7 +56,7 @@ def check_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Stateful]:
 class Sidecars:
     """Takes this rank's entries, and remembers what of them the shadow has."""
 
-    def __init__(self, stateful: Mapping[str, Stateful], buffers: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, stateful: Mapping[str, Stateful], buffers: Mapping[str, Slot]) -> None:
         self.stateful = dict(stateful)
         self.buffers = dict(buffers)
         self.extra: dict[str, Callable[[], Any]] = {}
@@ -71,7 +76,9 @@ class Sidecars:
             if self._known.get(name) != data:
                 changed[name] = data
                 self._known[name] = data
-        for fqn, buffer in self.buffers.items():
+        for fqn, slot in self.buffers.items():
+            if (buffer := slot.tensor) is None:
+                continue
             name = f"buffer:{fqn}"
             digest = xxh3(host_bytes(buffer))
             if self._known.get(name) != digest:
@@ -106,8 +113,14 @@ class Sidecars:
         for name, data in entries.items():
             kind, _, key = name.partition(":")
             if kind == "buffer" and key in self.buffers:
+                found = values.loads(data)
+                buffer = self.buffers[key].tensor
                 with torch.no_grad():
-                    self.buffers[key].copy_(values.loads(data))
+                    if buffer is not None and (buffer.shape, buffer.dtype) == (found.shape, found.dtype):
+                        buffer.copy_(found)
+                    else:  # training had put another in its place
+                        owner, attribute = self.buffers[key]
+                        owner._buffers[attribute] = found.to(buffer.device) if buffer is not None else found
             elif kind == "stateful":
                 if key in self.stateful:
                     self.stateful[key].load_state_dict(values.loads(data))
