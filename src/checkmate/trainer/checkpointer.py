@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..tensors import differs
 from ..transport.tcp import Address, parse_address
 from ..wire.messages import Audit, Fingerprint, Incarnation, check_run_name
 from . import rng
-from .buckets import Buckets
+from .buckets import Buckets, find_ddp
 from .data import Batches
 from .installing import install, keep_gradients
 from .lag import Lag
@@ -76,6 +77,12 @@ def attach(
         raise UsageError(f"tap={tap!r} is not available; this version has tap='step'")
     if replay not in ("match", "fast") or on_lag not in ("degrade", "block"):
         raise UsageError(f"replay is 'match' or 'fast', not {replay!r}; on_lag is 'degrade' or 'block', not {on_lag!r}")
+    for name, value, kinds in (
+        ("shadow", shadow, str), ("run", run, str), ("staging_bytes", staging_bytes, (int, type(None))),
+        ("block_timeout", block_timeout, (int, float)), ("token", token, (str, bytes, type(None))),
+    ):  # fmt: skip
+        if not isinstance(value, kinds):
+            raise UsageError(f"attach() takes no {type(value).__name__} for {name}")
     if "," in shadow:
         raise UsageError("several shadows are not available yet; give one address")
     check_run_name(run)
@@ -105,7 +112,7 @@ class Checkpointer:
         own = sum(aligned(s.nbytes) for s in self._layout.slices[self.rank].values())
         limit = staging_bytes if staging_bytes is not None else max(STAGING_BYTES, 4 * own)
         self._pool = Pool(max(limit, 2 * own), pinned=shadowed.spec.fingerprint.device == "cuda")
-        ddp = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
+        ddp, elsewhere = find_ddp(model)
         shared_buffers = ddp is not None and ddp.broadcast_buffers and self.rank != 0
         self._sidecars = Sidecars(stateful, {} if shared_buffers else shadowed.buffers)
         self._recorder = Recorder(shadowed, self._layout, self.rank, self._pool, self._sidecars)
@@ -129,10 +136,14 @@ class Checkpointer:
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
         self._drift = inexact(shadowed)
+        if elsewhere and self.world_size > 2:
+            self._drift.append("DistributedDataParallel wraps parts of the model; the order of its buckets is not kept")
         for why in self._drift if self.rank == 0 else ():
             log.warning("checkmate: replay may differ from training in its last bits: %s", why)
         self._shadow_numerics: Fingerprint | None = None
         self._merged = 0
+        self._finalizer: weakref.finalize[..., Checkpointer] | None = None
+        _alive.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     # ------------------------------------------------------------ restore
@@ -158,6 +169,7 @@ class Checkpointer:
             raise UsageError("restore() after training has begun; call it right after attach()")
         deadline = time.monotonic() + timeout
         for tap in self._taps:
+            tap.settle()
             tap.move_last()
         meeting = Rendezvous(self._address, self._run, self._shadowed.spec, self._token, deadline)
         try:
@@ -236,6 +248,8 @@ class Checkpointer:
             self._address, self._run, agreed.attempt, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
             epoch=agreed.epoch, life=agreed.life, step=self._step, token=self._token,
         )  # fmt: skip
+        self._finalizer = weakref.finalize(self, self._link.close, 0.0)  # a notebook forgets it, and attaches again
+        self._finalizer.atexit = False
         if agreed.step is not None:
             self._recorder.all_anchored()
         elif agreed.epoch:
@@ -280,7 +294,7 @@ class Checkpointer:
             finally:
                 if not self._compared:
                     self._compare_first_gradients()
-        elif any(float(group["lr"]) != 0.0 for group in self._shadowed.optimizers[index].param_groups):
+        elif any(float(group.get("lr", 1.0)) != 0.0 for group in self._shadowed.optimizers[index].param_groups):
             self._trained = True  # torch's own fake step, which leaves parameters alone, has lr 0
 
     def _after(self, index: int) -> None:
@@ -291,10 +305,14 @@ class Checkpointer:
         """Do our part of a training step. After the first step, whatever goes wrong with it is ours to bear."""
         if self._link is not None and self._link.fatal is not None:
             return
+        first = self._link is None or self._step == self._first_step
         try:
             work()
-        except Exception as error:
-            if self._link is None or self._step == self._first_step:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, and the user may go on: what is recorded is not all of it
+                self._recorder.gap = True
+                raise
+            if first or self._link is None:
                 raise  # a model that cannot be shadowed is refused here
             log.exception("checkmate: training goes on unprotected")
             self._link.give_up(error if isinstance(error, CheckmateError) else CheckmateError(repr(error)))
@@ -311,7 +329,8 @@ class Checkpointer:
             )
         recorder, link = self._recorder, self._link
         assert link is not None
-        if link.fatal is None and recorder.updates == 0 and self._accumulating():
+        raised = {index for index, tap in enumerate(self._taps) if not tap.settle()}  # an update, or part of one
+        if link.fatal is None and recorder.updates == 0 and not raised and self._accumulating():
             self._merged += 1
             if self._merged == 1 and self.rank == 0:
                 log.warning(
@@ -320,19 +339,24 @@ class Checkpointer:
                 )
             return
         for index, tap in enumerate(self._taps):
-            if not tap.move_last():
+            if not tap.move_last() or index in raised:
                 recorder.distrust(index)
-        self._guarded(lambda: recorder.close(self._step + 1))
-        self._step += 1
-        link.step = self._step
-        self._take_up_epoch(link)
+        step = self._step + 1
+        try:
+            self._guarded(lambda: self._close_step(step))
+        finally:
+            link.step = self._step = step
+        self._guarded(lambda: self._take_up_epoch(link))
         self._lag.tell(self._step)
         self._lag.wait_after(self._step)
 
+    def _close_step(self, step: int) -> None:
+        self._step = step  # first: wherever Ctrl-C strikes, no number is given to two steps
+        self._recorder.close(step)
+
     def _accumulating(self) -> bool:
         """Finite gradients that no update has used yet. A GradScaler skips because some are not finite."""
-        grads = [p.grad for p in self._shadowed.params if p.grad is not None]
-        pending = [g for g in grads if bool(g.count_nonzero())]
+        pending = [g for g in self._recorder.new_grads() if bool(g.count_nonzero())]
         return bool(pending) and all(bool(torch.isfinite(g).all()) for g in pending)
 
     def _compare_first_gradients(self) -> None:
@@ -409,8 +433,8 @@ class Checkpointer:
         Raises Unreachable if that takes longer than `timeout` seconds, or can never be.
         """
         link = self._link
-        if link is None:
-            raise UsageError("wait() before restore()")
+        if link is None or self._closed:
+            raise UsageError("wait() before restore()" if link is None else "wait() on a closed Checkpointer")
         target = self._step if step is None else step
         if target > self._step:
             raise UsageError(f"wait({target}): the newest step is {self._step}")
@@ -460,7 +484,9 @@ class Checkpointer:
         deadline = time.monotonic() + timeout
         try:
             if timeout > 0 and link.streaming and not self._lag.hopeless:
-                link.wait_for(lambda: not link.streaming or self._lag.safe(self._step), timeout)
+                link.wait_for(
+                    lambda: not link.streaming or link.fatal is not None or self._lag.safe(self._step), timeout
+                )
         finally:
             link.close(deadline - time.monotonic())
 
@@ -471,6 +497,21 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+#: Those of this process. In a child that it forks their threads are not, and their locks may be held for ever.
+_alive: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for checkpointer in list(_alive):
+        checkpointer._closed = True
+        if checkpointer._finalizer is not None:
+            checkpointer._finalizer.detach()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 def _close_at_exit(reference: weakref.ref[Checkpointer]) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ..errors import CheckmateError, ProtocolError, Refused
+from ..errors import CheckmateError, ProtocolError, Refused, Unsupported
 from ..transport.base import Channel, greet, refused
 from ..transport.tcp import Address, connect
 from ..wire.messages import (
@@ -47,6 +47,8 @@ BACKOFF_S = (0.05, 2.0)
 _jitter = random.Random()  # not the global generator, which belongs to the training loop
 #: Refusals that trying again will not change.
 FINAL = frozenset(("superseded", "token", "version", "memory", "unsupported"))
+#: A shadow that could not apply so many steps, and the last within so many of the first, will not learn it.
+FAILURES, FAILURES_STEPS = 3, 1000
 
 
 class Link:
@@ -72,11 +74,12 @@ class Link:
         self.reports: deque[Report] = deque(maxlen=100)
         self.step = step
         self.bytes_sent = 0
-        self.last_heard = time.monotonic()
+        self._failed: deque[int] = deque(maxlen=FAILURES)  #: the newest steps that the shadow could not apply
         self._life = life
         self._unsent: deque[Batch] = deque()
         self._sent: deque[Batch] = deque()
         self._sending: Batch | None = None
+        self._sending_control = threading.Lock()  # pings and audits come from two threads
         self._data: Channel | None = None
         self._control: Channel | None = None
         self._closed = False
@@ -93,7 +96,7 @@ class Link:
         """Queue a batch. One of an epoch that is over is dropped at once."""
         with self.changed:
             if batch.epoch < self.wanted or self.fatal is not None or self._closed:
-                self._free(batch)
+                batch.free(self.pool)
                 return
             self._unsent.append(batch)
             self.changed.notify_all()
@@ -117,8 +120,10 @@ class Link:
         if control is None or not self.streaming:
             return None
         try:
-            control.send_nowait(request)
+            with self._sending_control:
+                control.send(request)  # of any size, so it may have to wait for the shadow to read
         except OSError:
+            control.close()  # where half a message may have left; the control thread makes the next
             return None
         return self.audited if self.wait_for(lambda: self.audited is not None, timeout_s) else None
 
@@ -163,18 +168,14 @@ class Link:
             with self.changed:
                 self.bytes_sent += channel.bytes_sent - before
                 self._sending = None
-                if batch.epoch < self.wanted or (self.ack and batch.void(self.ack.epoch, self.ack.stable)):
-                    self._free(batch)
+                void = self.ack is not None and batch.void(self.ack.epoch, self.ack.stable)
+                if void or batch.epoch < self.wanted or self.fatal is not None:
+                    batch.free(self.pool)
                 elif sent and channel is self._data:
                     self._sent.append(batch)
                 else:
                     self._unsent.appendleft(batch)
                 self.changed.notify_all()
-
-    def _free(self, batch: Batch) -> None:
-        for buffer in batch.buffers:
-            self.pool.give(buffer)
-        batch.buffers = []
 
     def _forget(self, void: Callable[[Batch], bool]) -> None:
         """Free every batch that is void, but for the one that is being sent."""
@@ -182,7 +183,7 @@ class Link:
             kept: deque[Batch] = deque()
             for batch in getattr(self, name):
                 if void(batch):
-                    self._free(batch)
+                    batch.free(self.pool)
                 else:
                     kept.append(batch)
             setattr(self, name, kept)
@@ -281,12 +282,12 @@ class Link:
             self._sent = deque()
             self._forget(lambda batch: batch.void(joined.epoch, joined.received))
             if self._closed:
+                data.close()
                 raise ConnectionAbortedError("closed")
             self._data = data
             threading.Thread(target=self._watch, args=(data,), name="checkmate data", daemon=True).start()
             self.streaming = True
             self.trouble = ""
-            self.last_heard = time.monotonic()
             self.changed.notify_all()
 
     def _join(self, control: Channel, spec: Spec | None) -> Joined:
@@ -313,16 +314,16 @@ class Link:
         control = self._control
         assert control is not None
         pinged = time.monotonic()
-        while True:
+        while self.fatal is None:
             if time.monotonic() - pinged >= PING_S:
-                control.send_nowait(Ping(self.step))
+                with self._sending_control:
+                    control.send_nowait(Ping(self.step))
                 pinged = time.monotonic()
             try:
                 message = self._next(control)
             except TimeoutError:
                 continue
             with self.changed:
-                self.last_heard = time.monotonic()
                 self._take(message)
                 self.changed.notify_all()
 
@@ -339,12 +340,20 @@ class Link:
                 self._reanchor.update(blocks)
             case Report():
                 self.reports.append(message)
+                if message.kind == "refused" and message.fatal:
+                    self._refused(message)
             case Audited():
                 self.audited = message
             case Pong():
                 pass
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a shadow to a rank")
+
+    def _refused(self, report: Report) -> None:
+        """One refused step costs an epoch, and the next may do better. Not again and again."""
+        self._failed.append(report.step)
+        if len(self._failed) == FAILURES and report.step - self._failed[0] <= FAILURES_STEPS:
+            self.give_up(Unsupported(report.text))
 
     def _want(self, epoch: int, reason: str) -> None:
         if epoch > self.wanted:

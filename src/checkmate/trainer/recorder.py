@@ -31,7 +31,7 @@ log = logging.getLogger("checkmate")
 
 #: At most so many bytes of blocks are anchored per step, but always at least one block.
 ANCHOR_BYTES_PER_STEP = 64 << 20
-#: Batches that may wait to be sent or to become stable: parts without gradients take no staging memory.
+#: Batches that may wait to be sent or to become stable, however small they are.
 MAX_BACKLOG = 4096
 #: Bytes that the rolling audit compares per step and rank.
 AUDIT_BYTES = 256 << 10
@@ -69,9 +69,11 @@ class Recorder:
         self._step_bytes = sum(aligned(piece.nbytes) for piece in layout.slices[rank].values())
         self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
         self._checked_gradients = False
+        self._warned = False
         #: Gradients outlive their step: ``zero_grad(set_to_none=False)``. An optimizer steps on zeros, and skips None.
         self.keeps_grads = False
-        self._last_grads: dict[int, weakref.ref[torch.Tensor]] = {}  #: at the end of the last step
+        #: At the end of the last step, with their versions, which each backward that adds to them raises.
+        self._last_grads: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._begin()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -94,6 +96,7 @@ class Recorder:
         self._unanchored = list(self._mine)
         self._settled = False  #: a step that counts in this epoch is closed, and later parts say only what changed
         self._gap_told = False
+        self._closing = 0  #: the step that `close` was about to close, also when Ctrl-C has ended that
         self._audit_block, self._audit_entry, self._audit_offset = self.rank, 0, 0
         self._forget_sent()
 
@@ -164,7 +167,13 @@ class Recorder:
     def _note_kept(self, with_grad: list[int]) -> None:
         """Are gradients zeroed in place? Then a new process must find zeros there, not None."""
         if known := [b for b in with_grad if b in self._last_grads]:
-            self.keeps_grads = any(self._last_grads[b]() is self.shadowed.params[b].grad for b in known)
+            self.keeps_grads = any(self._last_grads[b][0]() is self.shadowed.params[b].grad for b in known)
+
+    def new_grads(self) -> list[torch.Tensor]:
+        """Gradients to which something was added since the last step was closed, or that are new."""
+        grads = [(block, p.grad) for block, p in enumerate(self.shadowed.params) if p.grad is not None]
+        known = self._last_grads
+        return [g for b, g in grads if b not in known or known[b][0]() is not g or known[b][1] != g._version]
 
     def kept_names(self) -> list[str]:
         """FQNs of the parameters whose gradient lives on into the next step, if gradients did so far."""
@@ -257,8 +266,7 @@ class Recorder:
         if self.link is not None:
             self.link.put(batch)
         else:
-            for buffer in batch.buffers:
-                self.pool.give(buffer)
+            batch.free(self.pool)
 
     def after(self, index: int) -> None:
         """The optimizer has stepped: what it changed is what replay will change."""
@@ -269,31 +277,38 @@ class Recorder:
 
     def close(self, step: int) -> None:
         """Everything so far belongs to `step`: queue its part, and what is anchored with it."""
+        self._closing = first = self._closing or step
         if self.link is not None and self.link.backlog > MAX_BACKLOG:
             self.gap = True
         if not self.gap:
-            changed = self._dirty | self.watch.changed()
+            outside = self.watch.changed()
+            if outside and not self.updates and not self._warned:
+                self._warned = True
+                log.warning(
+                    "checkmate: step %d has changed parameters (%s) without a step of an attached optimizer; if another"
+                    " one trains them, close() and attach() that", step, self._fqn(min(outside)),
+                )  # fmt: skip
+            changed = self._dirty | outside
             if changed:
                 self.watch.mark_all()
             counts = self._counts(step)
             chosen = self._choose_anchors(counts, changed)
             anchored = self._stage_anchors(chosen)
-            self.gap = anchored is None
-            if anchored is not None:
+            self.gap = anchored is None or not self._put_part(step, *anchored)
+            if not self.gap:
                 self._unanchored = [b for b in self._unanchored if b not in set(chosen)]
-                self._put_part(step, *anchored)
                 self._settled |= counts
                 if not self._settled:
                     self._forget_sent()
         if self.gap and not self._gap_told:
             self._gap_told = True
             self.gaps += 1
-            part = messages.encode(Part(self.rank, step, self.epoch, gap=True))
-            self._put(Batch(step, self.epoch, part=part, gap=True))
-        self.updates = 0
+            part = messages.encode(Part(self.rank, first, self.epoch, gap=True))
+            self._put(Batch(first, self.epoch, part=part, gap=True))
+        self.updates = self._closing = 0
         self._updates, self._gradients, self._dirty = [], [], set()
         grads = enumerate(param.grad for param in self.shadowed.params)
-        self._last_grads = {block: weakref.ref(grad) for block, grad in grads if grad is not None}
+        self._last_grads = {b: (weakref.ref(grad), grad._version) for b, grad in grads if grad is not None}
 
     def close_first(self, step: int) -> None:
         """Step 0 of a run that the shadow does not know: every block that this rank owns, straight from its memory.
@@ -306,7 +321,7 @@ class Recorder:
             anchors.append(anchor)
             pieces += [(block, entry, host_bytes(tensor)) for entry, tensor in enumerate(tensors)]
         self.all_anchored()
-        self._put_part(step, anchors, pieces, [])
+        self._put(Batch(step, self.epoch, part=self._part(step, anchors), anchors=pieces))
 
     def _put_part(
         self,
@@ -314,7 +329,23 @@ class Recorder:
         anchors: list[Anchor],
         pieces: list[tuple[int, int, memoryview]],
         buffers: list[Buffer],
-    ) -> None:
+    ) -> bool:
+        """Queue the open step's part with what is anchored. False, with its buffers given back, if there is no room."""
+        part = self._part(step, anchors)
+        # As with anchors: whatever its sidecars take, two such steps must fit.
+        need = 2 * (self._step_bytes + len(part)) + sum(map(len, buffers))
+        self.pool.limit_bytes = max(self.pool.limit_bytes, need)
+        room = self.pool.charge(len(part))
+        while not room and self.on_full(len(part)):
+            room = self.pool.charge(len(part))
+        if not room:
+            for buffer in buffers:
+                self.pool.give(buffer)
+            return False
+        self._put(Batch(step, self.epoch, part=part, anchors=pieces, buffers=buffers, charged=len(part)))
+        return True
+
+    def _part(self, step: int, anchors: list[Anchor]) -> bytes:
         optimizers = self.shadowed.optimizers
         groups = [hyper_parameters(o) for o in optimizers] if self.lead else None
         members = [self._members(i) for i in range(len(optimizers))] if self.lead else None
@@ -329,7 +360,7 @@ class Recorder:
             sidecar=self.sidecars.take(),
         )  # fmt: skip
         self._sent_groups, self._sent_part_members = groups, members
-        self._put(Batch(step, self.epoch, part=messages.encode(part), anchors=pieces, buffers=buffers))
+        return messages.encode(part)
 
     def _counts(self, step: int) -> bool:
         """Is it known that this step is part of the epoch? Ranks begin at different steps, and the last decides."""
@@ -399,6 +430,8 @@ class Recorder:
             return []
         block = self._audit_block % len(self.shadowed.params)
         anchor, tensors = self._anchor(block)
+        if self._audit_entry >= len(tensors):  # the optimizer has dropped some of its state
+            self._audit_entry = self._audit_offset = 0
         entry = self._audit_entry
         memory = host_bytes(tensors[entry]) if tensors[entry].is_contiguous() else memoryview(b"")
         window = memory[self._audit_offset : self._audit_offset + AUDIT_BYTES]

@@ -41,7 +41,7 @@ class Buffer:
 
 
 class Pool:
-    """Buffers by size. `take` never waits: None says that the limit is reached."""
+    """Buffers by size, and whatever else is charged. `take` never waits: None says that the limit is reached."""
 
     def __init__(self, limit_bytes: int, pinned: bool = False) -> None:
         self.limit_bytes = limit_bytes
@@ -60,16 +60,31 @@ class Pool:
                 self._free.remove(buffer)
                 self.used_bytes += len(buffer)
                 return buffer
-            while self._free and self.allocated_bytes + nbytes > self.limit_bytes:
-                self.allocated_bytes -= len(self._free.pop())
-            if self.allocated_bytes + nbytes > self.limit_bytes:
+            if not self._count(nbytes):
                 return None
-            self.allocated_bytes += nbytes
-            self.used_bytes += nbytes
         return Buffer(nbytes, self._pinned)
 
+    def charge(self, nbytes: int) -> bool:
+        """Count memory that is not a buffer of this pool, until `discharge`. False: the limit is reached."""
+        with self._lock:
+            return self._count(nbytes)
+
+    def discharge(self, nbytes: int) -> None:
+        with self._lock:
+            self.allocated_bytes -= nbytes
+            self.used_bytes -= nbytes
+
+    def _count(self, nbytes: int) -> bool:
+        while self._free and self.allocated_bytes + nbytes > self.limit_bytes:
+            self.allocated_bytes -= len(self._free.pop())
+        if self.allocated_bytes + nbytes > self.limit_bytes:
+            return False
+        self.allocated_bytes += nbytes
+        self.used_bytes += nbytes
+        return True
+
     def has_room(self, nbytes: int) -> bool:
-        """Whether `take` would give a buffer of that size."""
+        """Whether `take` would give a buffer of that size, or `charge` count so many bytes."""
         with self._lock:
             return self.used_bytes + nbytes <= self.limit_bytes
 
@@ -90,12 +105,20 @@ class Batch:
     part: bytes = b""
     anchors: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: block, entry, bytes
     buffers: list[Buffer] = field(default_factory=list)
+    charged: int = 0  #: bytes of the part that count as staging memory; 0 for one that must be sent in any case
     ready: Callable[[], None] | None = None  #: waits until the device has filled the buffers
     gap: bool = False  #: says that the step was not kept, which must be heard although later steps may count already
 
     def void(self, epoch: int, step: int) -> bool:
         """Whether a shadow that has all up to `step` of `epoch` has no use for this any more."""
         return self.epoch < epoch or (self.epoch == epoch and self.step <= step and not self.gap)
+
+    def free(self, pool: Pool) -> None:
+        """Give back what this holds of `pool`."""
+        for buffer in self.buffers:
+            pool.give(buffer)
+        pool.discharge(self.charged)
+        self.buffers, self.charged = [], 0
 
     def frames(self, incarnation: bytes, rank: int) -> Iterator[tuple[Header, memoryview]]:
         """All frames of this batch, in the order in which they must leave."""

@@ -77,9 +77,13 @@ class Tap:
         if self._depth == 0:
             self._after()
 
+    def settle(self) -> bool:
+        """Between steps: False if one has raised, so that what `before` was told may not have happened."""
+        ended, self._depth = self._depth == 0, 0
+        return ended
+
     def move_last(self) -> bool:
         """Between steps: other pre-hooks, which may edit gradients, go before ours. False if ours was not last."""
-        self._depth = 0  # a step that raised has left it standing
         hooks: OrderedDict[int, Any] = self.optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
         if next(reversed(hooks)) == self._pre.id:
             return True

@@ -165,7 +165,7 @@ class Part(_Message):
     anchors: Annotated[list[Anchor], MANY] = []
     audits: Annotated[list[Digest], MANY] = []
     gradients: Annotated[list[Digest], MANY] = []  #: of whole blocks: replicas must agree on them
-    groups: Annotated[list[bytes], SOME] | None = None  #: values: each optimizer's groups as they stand; None: as before
+    groups: Annotated[list[bytes], SOME] | None = None  #: values: each optimizer's groups; None: as before
     members: Annotated[list[Groups], SOME] | None = None  #: of each optimizer; None: as before
     sidecar: Entries = {}  #: names not listed stand as before
     dropped: Annotated[list[Word], SOME] = []  #: sidecar names that exist no more
