@@ -85,7 +85,7 @@ def test_ranks_that_step_differently_are_told_so(lab: Lab, tmp_path: Path) -> No
     told = ranks[0].line("took different optimizer steps")
     assert "ranks 0 and 1 took different optimizer steps in step 1: 1 and 2 updates" in told
     ranks[0].await_step(100)
-    assert ranks[0].count("took different optimizer steps") <= 5
+    assert ranks[0].count("took different optimizer steps") <= 5 + 1  # reports, and the warning that says why
     for rank in ranks:
         rank.kill()
         lab.check_steps(rank)
