@@ -240,7 +240,8 @@ class Rank:
             raise BenchmarkFailed(f"the shadow does not hold what the workers have: {stats}")
         block.lag_steps = max(block.lag_steps, stats["lag_steps"])
         if stats["lag_steps"] <= 1:
-            block.staging_bytes = max(block.staging_bytes, stats["staging_bytes"])
+            gradients = stats["staging_bytes"] - stats["staging_parts_bytes"]
+            block.staging_bytes = max(block.staging_bytes, gradients)
 
     def leave(self) -> None:
         self._checkpointer.close()

@@ -410,6 +410,7 @@ class Checkpointer:
             "bytes_sent": link.bytes_sent if link else 0,
             "staging_bytes": self._pool.allocated_bytes,
             "staging_used_bytes": self._pool.used_bytes,
+            "staging_parts_bytes": self._pool.charged_bytes,
             "gaps": self._recorder.gaps,
             "waited_s": self._lag.waited_s,
             "merged_steps": self._merged,

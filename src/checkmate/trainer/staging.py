@@ -46,6 +46,7 @@ class Pool:
     def __init__(self, limit_bytes: int, pinned: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = 0
+        self.charged_bytes = 0  #: of these, what is no buffer
         self.used_bytes = 0
         self._pinned = pinned
         self._free: list[Buffer] = []
@@ -67,10 +68,13 @@ class Pool:
     def charge(self, nbytes: int) -> bool:
         """Count memory that is not a buffer of this pool, until `discharge`. False: the limit is reached."""
         with self._lock:
-            return self._count(nbytes)
+            counted = self._count(nbytes)
+            self.charged_bytes += nbytes if counted else 0
+            return counted
 
     def discharge(self, nbytes: int) -> None:
         with self._lock:
+            self.charged_bytes -= nbytes
             self.allocated_bytes -= nbytes
             self.used_bytes -= nbytes
 
