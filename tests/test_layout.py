@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.errors import ProtocolError
-from checkmate.layout import CUT_BYTES, Layout, Slice
+from checkmate.errors import Mismatch, ProtocolError
+from checkmate.layout import CUT_BYTES, Layout, Slice, connected, match_optimizers
 from checkmate.wire.messages import Block, Fingerprint, Optimizer, Spec, decode, encode
 
 FINGERPRINT = Fingerprint("2.13.0", "AVX2", 1, False, "cpu")
@@ -129,6 +129,30 @@ def test_leads_are_the_first_of_each_replica_set() -> None:
     assert Layout(Spec(2, [], [], [], FINGERPRINT)).leads == {0}
 
 
+def test_ranks_that_hold_the_same_blocks_are_alike() -> None:
+    layout = Layout(spec(5, [block("a", 1, 0), block("b", 1, 1), block("both", 1, 2)], [[0, 2], [1, 3], [0, 1, 2, 3]]))
+    assert layout.alike == [[0, 2], [1, 3], [0, 2], [1, 3], [4]]
+    assert [layout.lead(number) for number in range(3)] == [0, 1, 0]
+
+
+def test_ranks_that_share_blocks_are_connected_also_through_others() -> None:
+    assert connected([[0, 1], [2, 3]]) == [[0, 1], [2, 3]]
+    assert connected([[0], [1, 3], [0, 2], [2, 5], [4]]) == [[0, 2, 5], [1, 3], [4]]
+
+
+def test_optimizers_are_numbered_by_lead_and_follow_their_blocks_to_other_ranks() -> None:
+    sgd = [Optimizer("torch.optim", "SGD", b"", [[i]], rank) for i, rank in enumerate((0, 2, 2))]
+    blocks = [block("a", 1, 0), block("b", 1, 1), block("c", 1, 1)]
+    ours = spec(3, blocks, [[0, 1], [2]], optimizers=sgd)
+    assert Layout(ours).optimizers == {(0, 0): 0, (2, 0): 1, (2, 1): 2}
+    there = [Optimizer("torch.optim", "SGD", b"", [[i], []], 0) for i in (1, 2, 0)]
+    assert match_optimizers(ours, blocks, there) == [2, 0, 1]
+    with pytest.raises(Mismatch, match=r"optimizer 1 \(SGD\) groups its parameters differently: group 0 differs in"):
+        match_optimizers(ours, blocks, [there[2], there[1], there[1]])
+    with pytest.raises(Mismatch, match="the optimizers are"):
+        match_optimizers(ours, blocks, there[:2])
+
+
 def test_more_ranks_than_bytes() -> None:
     layout = Layout(spec(5, [block("a", 1), block("b", 0)]))
     assert sum(piece.nbytes for piece in layout.of_block(0)) == 4
@@ -157,6 +181,10 @@ def test_thousands_of_ranks_and_blocks_are_laid_out_soon() -> None:
         (spec(1, [Block("w", "float32", 4, [0, 0], [1, 2], [2])]), r"block 0 \(w\) has offsets, sizes and"),
         (spec(1, [block("w", 1), block("w", 1)]), r"block 1 \(w\) appears twice"),
         (spec(1, [block("w", 1)], optimizers=[Optimizer("torch.optim", "SGD", b"", [[0], [1]])]), "SGD has block 1 of"),
+        (
+            spec(2, [block("w", 1, 1)], [[0], [1]], optimizers=[Optimizer("torch.optim", "SGD", b"", [[0]])]),
+            "SGD of rank 0 has block 0, which rank 1 leads",
+        ),
     ],
 )  # fmt: skip
 def test_spec_that_contradicts_itself_is_refused(bad: Spec, match: str) -> None:

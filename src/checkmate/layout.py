@@ -12,12 +12,13 @@ many pieces of equal length as the set has ranks. So a rank's slices are whole b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from .errors import ProtocolError
-from .wire.messages import Block, Spec
+from .errors import Mismatch, ProtocolError
+from .wire.messages import Block, Optimizer, Spec
 
 #: Slices are cut at multiples of this many bytes: a cache line, and a multiple of every dtype's size.
 CUT_BYTES = 64
@@ -33,6 +34,69 @@ class Slice:
     nbytes: int
 
 
+def numbers(optimizers: Iterable[Optimizer]) -> dict[tuple[int, int], int]:
+    """Where the optimizers of each lead stand in a spec: (rank, its own number) -> index."""
+    seen: Counter[int] = Counter()
+    found = {}
+    for index, optimizer in enumerate(optimizers):
+        found[optimizer.rank, seen[optimizer.rank]] = index
+        seen[optimizer.rank] += 1
+    return found
+
+
+def alike(replica_sets: Iterable[Iterable[int]]) -> dict[frozenset[int], list[int]]:
+    """Ranks, ascending, by the replica sets that they are in: those that hold the same blocks stand together."""
+    sets: dict[int, set[int]] = {}
+    for index, ranks in enumerate(replica_sets):
+        for rank in ranks:
+            sets.setdefault(rank, set()).add(index)
+    found: dict[frozenset[int], list[int]] = {}
+    for rank in sorted(sets):
+        found.setdefault(frozenset(sets[rank]), []).append(rank)
+    return found
+
+
+def connected(replica_sets: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Ranks that share blocks, or share some with ranks that do: each rank once."""
+    found: list[set[int]] = []
+    for ranks in replica_sets:
+        joined = set(ranks).union(*(group for group in found if not group.isdisjoint(ranks)))
+        found = [group for group in found if group.isdisjoint(joined)] + [joined]
+    return sorted(map(sorted, found))
+
+
+def match_optimizers(spec: Spec, blocks: Sequence[Block], optimizers: Sequence[Optimizer]) -> list[int]:
+    """For each optimizer of `spec`, the one of these that it goes on from: of its class, with its groups, maybe more.
+
+    `blocks` are what the members of `optimizers` number. Ranks may have changed, and the order within a group. Raises
+    Mismatch.
+    """
+    ours = [f"{o.module}.{o.name}" for o in spec.optimizers]
+    theirs = [f"{o.module}.{o.name}" for o in optimizers]
+    if sorted(ours) != sorted(theirs):
+        raise Mismatch(f"the optimizers are {ours} here, {theirs} in the checkpoint")
+    there = [[sorted(blocks[b].fqn for b in group) for group in o.members] for o in optimizers]
+    left = list(range(len(optimizers)))
+    for i, mine in enumerate(spec.optimizers):
+        here = [sorted(spec.blocks[b].fqn for b in group) for group in mine.members]
+        fitting = (j for j in left[i:] if theirs[j] == ours[i] and there[j][: len(here)] == here)
+        if (found := next(fitting, None)) is None:
+            why = _first_difference(here, there[i])
+            raise Mismatch(f"optimizer {i} ({mine.name}) groups its parameters differently: {why}")
+        left.remove(found)
+        left.insert(i, found)
+    return left
+
+
+def _first_difference(here: list[list[str]], there: list[list[str]]) -> str:
+    if len(here) > len(there):
+        return f"{len(here)} groups here, {len(there)} in the checkpoint"
+    for number, (a, b) in enumerate(zip(here, there, strict=False)):
+        if a != b:
+            return f"group {number} differs in {sorted(set(a) ^ set(b))[:3]}"
+    return "no difference"
+
+
 class Layout:
     """Slices and anchor owners of a `Spec`.
 
@@ -42,7 +106,8 @@ class Layout:
     def __init__(self, spec: Spec) -> None:
         self.blocks: Sequence[Block] = spec.blocks
         self.world_size = spec.world_size
-        self.num_optimizers = len(spec.optimizers)
+        self.tap = spec.tap
+        self.optimizers = numbers(spec.optimizers)  #: (lead, its own number) -> index in the spec
         self.replica_sets = [tuple(ranks) for ranks in spec.replica_sets]
         self._check(spec)
         self.slices: list[dict[int, Slice]] = [{} for _ in range(spec.world_size)]  #: per rank: block -> its slice
@@ -58,6 +123,11 @@ class Layout:
             self._give(of_set, ranks, load)
         #: Ranks whose parts carry what is the same on every rank: the first of each replica set.
         self.leads = frozenset(ranks[0] for ranks in self.replica_sets) or frozenset((0,))
+        #: Per rank, the ranks that hold the same blocks as it, ascending.
+        self.alike = [[rank] for rank in range(spec.world_size)]
+        for together in alike(self.replica_sets).values():
+            for rank in together:
+                self.alike[rank] = together
 
     def _check(self, spec: Spec) -> None:
         seen = set()
@@ -78,6 +148,11 @@ class Layout:
             for number in (number for group in optimizer.members for number in group):
                 if number >= len(self.blocks):
                     raise ProtocolError(f"{optimizer.name} has block {number} of {len(self.blocks)}")
+                if self.lead(number) != optimizer.rank:
+                    raise ProtocolError(
+                        f"{optimizer.name} of rank {optimizer.rank} has block {number}, which rank {self.lead(number)} "
+                        "leads"
+                    )
 
     def _cut(self, members: list[int], ranks: tuple[int, ...]) -> None:
         total = sum(self.blocks[i].nbytes for i in members)
@@ -108,6 +183,10 @@ class Layout:
             self.owners[i] = owner
             load[owner] += self.blocks[i].nbytes
             heapreplace(queue, (load[owner], owner))
+
+    def lead(self, block: int) -> int:
+        """The rank whose parts say how this block's optimizer steps."""
+        return self.replica_sets[self.blocks[block].replicas][0]
 
     def of_block(self, block: int) -> list[Slice]:
         """All slices of a block, ascending; together they are the block, each byte once."""

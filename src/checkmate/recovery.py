@@ -142,14 +142,12 @@ class Reader:
         return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by FQN, as the first rank had them (which DDP gives to all)."""
-        ranks = sorted(self.leased.sidecars)
-        entries = self.sidecar(ranks[0]) if ranks else {}
-        return {
-            name.removeprefix("buffer:"): values.loads(data)
-            for name, data in entries.items()
-            if name.startswith("buffer:")
-        }
+        """The models' buffers by FQN, each as the first rank that has it had it (which DDP gives to its replicas)."""
+        found: dict[str, bytes] = {}
+        for rank, names in sorted(self.leased.sidecars.items()):
+            if any(name.startswith("buffer:") and name not in found for name in names):
+                found = {**self.sidecar(rank), **found}
+        return {n.removeprefix("buffer:"): values.loads(data) for n, data in found.items() if n.startswith("buffer:")}
 
     def close(self) -> None:
         self._channel.close()

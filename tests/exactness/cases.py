@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -331,4 +332,14 @@ CASES |= {
     "WGAN, clamped in place": Case(models.Gan, gan_optimizers, loops.wasserstein(loops.in_place)),
     "WGAN, clamped through data": Case(models.Gan, gan_optimizers, loops.wasserstein(loops.through_data), 3, UNUSED),
     "WGAN, clamped into a new tensor": Case(models.Gan, gan_optimizers, loops.wasserstein(loops.by_other_tensor)),
+}
+
+# ------------------------------------------------------------------------------------------ the network tap
+
+CASES["several dtypes"] = Case(models.Mixed, ADAMW, loops.plain, 3, SEVERAL)
+#: Sums in the order of ranks have no drift from the order of buckets. What has a hook of its own is refused.
+CASES |= {
+    f"{name}, mirrored": replace(case, tap="mirror", drift="")
+    for name, case in CASES.items()
+    if case.ranks > 1 and case.ddp is not None and case.made is not compress
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -16,10 +17,10 @@ from .pool import Pool
 
 
 class Shadow(Daemon):
-    """`address` is where it listens."""
+    """`address` is where it listens. As root, it captures what the ranks send each other over loopback."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        super().__init__(limits)
+        super().__init__(limits, capture="lo" if os.geteuid() == 0 else None)
         listener = listen(Address("127.0.0.1", 0))
         self.address = str(Address(*listener.getsockname()[:2]))
         threading.Thread(target=self.serve, args=(listener,), daemon=True).start()

@@ -62,6 +62,7 @@ class Case:
     loader: dict[str, Any] = field(default_factory=dict)
     threads: int = 1
     flush_denormal: bool = False
+    tap: str = "step"
     drift: str = ""  #: what `stats()` says where a restart is not exact; then only the restored state is compared
     matters: Callable[[list[Any]], object] = bool  #: from all states: whether what the case is about happened
     seed: int = 5
@@ -99,7 +100,11 @@ class Job:
     def begin(self, shadow: str = "", run: str = "") -> Job:
         """Attach and restore where a shadow is given; after that, the loop can begin."""
         if shadow:
-            self.ckpt = checkmate.attach(self.model, self.optimizers, shadow=shadow, run=run, stateful=self.stateful)
+            self.ckpt = checkmate.attach(
+                self.model, self.optimizers, shadow=shadow, run=run, stateful=self.stateful, tap=self.case.tap
+            )
+        elif self.case.tap == "mirror":
+            self.model.register_comm_hook(None, average_in_rank_order)
         self.case.attached(self)
         if self.ckpt is not None:
             self.step = self.ckpt.restore()
@@ -159,6 +164,19 @@ class Job:
         """What an in-process crash leaves at the shadow: connections that end, whatever is still to be sent."""
         self.ckpt.close(timeout=0)
         self.end()
+
+
+def average_in_rank_order(_, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+    """What the network tap's collective promises, in terms of torch's own."""
+    ours, world = bucket.buffer(), dist.get_world_size()
+    theirs = [torch.empty_like(ours) for _ in range(world)]
+    dist.all_gather(theirs, ours)
+    total = theirs[0] / world
+    for other in theirs[1:]:
+        total = total + other / world
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(total)
+    return done
 
 
 def barrier() -> None:

@@ -143,3 +143,19 @@ def in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
             return self.inner(x.to(dtype)).float()
 
     return Cast()
+
+
+class Mixed(nn.Module):
+    """Layers of three dtypes, so that DDP keeps several kinds of buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(width, to, dtype=dtype)
+            for width, to, dtype in [(6, 33, torch.float32), (33, 17, torch.bfloat16), (17, 1, torch.float64)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float()

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from checkmate.errors import ProtocolError
+from checkmate.layout import Layout
 from checkmate.shadow.partition import (
     RING_STEPS,
     Acknowledge,
@@ -22,7 +23,7 @@ from checkmate.shadow.partition import (
     Verdict,
 )  # fmt: skip
 from checkmate.wire.frames import Header, Kind
-from checkmate.wire.messages import Anchor, Digest, Entry, Part, Update
+from checkmate.wire.messages import Anchor, Block, Digest, Entry, Fingerprint, Part, Spec, Update
 
 from .ranks import CELL, layout
 
@@ -266,6 +267,37 @@ def test_different_updates_end_the_epoch_and_are_reported() -> None:
     assert effects[0].fatal  # type: ignore[union-attr]
     assert "ranks 0 and 1 took different optimizer steps in step 1: 1 and 0 updates" in effects[0].text  # type: ignore[union-attr]
     assert partition.recovery == 0
+
+
+def told(sets: list[list[int]], replicas: list[int], updates: list[list[Update]]) -> list[str]:
+    """What is reported of a step in which each rank took these updates, where ranks hold different blocks."""
+    blocks = [Block(f"p{i}", "uint8", 1, [0], [0], [0], number) for i, number in enumerate(replicas)]
+    spec = Spec(len(updates), sets, blocks, [], Fingerprint("", "", 1, False, "cpu"))
+    partition = Partition(Layout(spec), epoch=1, phase=Phase.STREAMING, base=0)
+    effects = [e for r, mine in enumerate(updates) for e in partition.part(Part(r, 1, 1, updates=mine))]
+    return [effect.text for effect in effects if isinstance(effect, Tell)]
+
+
+def test_stages_may_differ_in_updates_and_hyper_parameters_but_not_replicas() -> None:
+    stages = [[0, 1], [2, 3]]
+    first, second = [Update(0, [0], 7)], [Update(0, [1], 8), Update(1, [], 9)]
+    assert told(stages, [0, 1], [first, first, second, second]) == []
+    assert told(stages, [0, 1], [first, first, second, second[:1]]) == [
+        "ranks 2 and 3 took different optimizer steps in step 1: 2 and 1 updates, or gradients for different parameters"
+    ]
+    other = [Update(0, [1], 88), second[1]]
+    assert told(stages, [0, 1], [first, first, second, other]) == [
+        "ranks 2 and 3 used different hyper-parameters in step 1"
+    ]
+
+
+def test_ranks_that_share_some_blocks_must_agree_on_these() -> None:
+    sets, replicas = [[0], [0, 1], [1]], [0, 1, 2]
+    assert told(sets, replicas, [[Update(0, [0, 1], 7)], [Update(0, [1, 2], 8)]]) == []
+    assert told(sets, replicas, [[Update(0, [0], 7)], [Update(0, [2], 8)]]) == []
+    assert told(sets, replicas, [[Update(0, [0, 1], 7)], [Update(0, [2], 8), Update(0, [1], 8)]]) == [
+        "ranks 0 and 1 took different optimizer steps in step 1 with the parameters that both hold"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class TrustsParts(Partition):
 
     def _advance(self, moved: bool = False) -> list[Effect]:
         for slot in self._slots.values():
-            slot.expected_bytes = 0
+            slot.owed.clear()
         return super()._advance(moved)
 
 

@@ -14,7 +14,7 @@ def watched(count: int) -> tuple[list[nn.Parameter], Watch]:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    return params, Watch(params, [optimizer] * count)
+    return params, Watch(dict(enumerate(params)), dict.fromkeys(range(count), optimizer))
 
 
 def test_just_the_blocks_that_changed_are_named() -> None:
@@ -32,7 +32,6 @@ def test_just_the_blocks_that_changed_are_named() -> None:
 def test_dropped_state_of_one_block_is_not_taken_for_that_of_the_next() -> None:
     params, watch = watched(4)
     optimizer = watch._optimizer_of[0]
-    assert optimizer is not None
     optimizer.state[params[1]].popitem()
     optimizer.state[params[2]]["step"].add_(1)
     assert watch.changed() == {1, 2}

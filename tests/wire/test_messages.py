@@ -29,7 +29,7 @@ WORDS = {
 }
 FINGERPRINT_HEX = "95 a6322e31332e30 a441565832 01 c2 a3637075"
 BLOCK_HEX = f"98 {WORDS['net.weight']} {WORDS['float32']} 04 920000 920203 920203 00 c3"
-SGD_HEX = f"94 {WORDS['torch.optim']} {WORDS['SGD']} c40147 919100"
+SGD_HEX = f"95 {WORDS['torch.optim']} {WORDS['SGD']} c40147 919100 00"
 SPEC_HEX = f"97 01 919100 91{BLOCK_HEX} 91{SGD_HEX} {FINGERPRINT_HEX} a56d61746368 81a474696564{WORDS['net.weight']}"
 ME_HEX = f"92 03 c410{ID.hex()}"
 DIGEST_HEX = f"95 00 {WORDS['exp_avg']} 40 cc80 cfffffffffffffffff"
@@ -61,8 +61,9 @@ GOLDEN: list[tuple[Any, str]] = [
     (m.Audited(4, 1, [DIGEST], False), f"04 01 91{DIGEST_HEX} c2"),
     (m.Lease("", None), "a0 c0"),
     (
-        m.Leased("r", ME, 4, 1, [m.Held(BLOCK, 0, [ENTRY], b"v")], [SGD], {}, {0: ["rng"]}, FINGERPRINT),
-        f"a172 {ME_HEX} 04 01 9194{BLOCK_HEX}0091{ENTRY_HEX}c40176 91{SGD_HEX} 80 810091a3726e67 {FINGERPRINT_HEX}",
+        m.Leased("r", ME, 4, 1, [m.Held(BLOCK, 0, [ENTRY], b"v")], [SGD], {}, {0: ["rng"]}, FINGERPRINT, [[0]]),
+        f"a172 {ME_HEX} 04 01 9194{BLOCK_HEX}0091{ENTRY_HEX}c40176 91{SGD_HEX} 80 810091a3726e67 {FINGERPRINT_HEX} "
+        "919100",
     ),
     (m.Read([(0, 1, 64, 70000)]), "919400 01 40 ce00011170"),
     (m.ReadSidecar(2), "02"),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckmateError, UsageError
-from . import bench, export, rm, shadow, status
+from . import bench, export, rm, shadow, status, switch
 from .demo import demo
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command()(export.export)
 app.command()(rm.rm)
 app.command()(demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(switch.app, name="switch")
 
 
 def print_version(wanted: bool) -> None:

@@ -40,6 +40,10 @@ def shadow(
         int | None, typer.Option(min=1, metavar="BYTES", help="Refuse a run that may need more, with the others.")
     ] = None,
     expire: Annotated[float | None, typer.Option(help="Forget a run that nobody has used for so many seconds.")] = None,
+    capture: Annotated[
+        str | None,
+        typer.Option(metavar="INTERFACE", help="Where the network copies gradients to this shadow (tap='mirror')."),
+    ] = None,
 ) -> None:
     """Receive every step of the runs that connect, apply it, and so be their checkpoint."""
     token = read_token(token_file)
@@ -53,7 +57,7 @@ def shadow(
         listener = open_listener(address)
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from None
-    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token)
+    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture)
 
     def stop(*_: object) -> None:
         daemon.stop()

@@ -11,8 +11,8 @@ from ..wire.messages import Anchor
 from .partition import Partition
 from .replay import empty_like
 
-#: Kind of frame, block, then the update that a gradient is for, or the entry of an anchor.
-Key = tuple[Kind, int, int]
+#: Kind of frame, block, then the update that a gradient says it is for, or the entry of an anchor; whether of a round.
+Key = tuple[Kind, int, int, bool]
 
 
 class Buffers:
@@ -24,7 +24,8 @@ class Buffers:
 
     def place(self, partition: Partition, header: Header) -> memoryview:
         """The bytes that this frame's payload is for."""
-        key = (header.kind, header.block, header.update if header.kind is Kind.GRAD else header.entry)
+        number = header.update if header.kind is Kind.GRAD else header.entry
+        key = (header.kind, header.block, number, header.round > 0)
         tensors = self._steps.setdefault(header.step, {})
         if (tensor := tensors.get(key)) is None:
             if header.kind is Kind.GRAD:
@@ -41,7 +42,7 @@ class Buffers:
 
     def drop(self, step: int) -> None:
         """The step is applied, or never will be. Anchors are part of the state now, or of nothing."""
-        for (kind, block, _), tensor in self._steps.pop(step, {}).items():
+        for (kind, block, _, _), tensor in self._steps.pop(step, {}).items():
             if kind is Kind.GRAD:
                 self._free.setdefault(block, []).append(tensor)
 

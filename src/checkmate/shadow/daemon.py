@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,6 +42,7 @@ from ..wire.messages import (
     check_run_name,
 )  # fmt: skip
 from .members import Member
+from .overhear import Overhearing
 from .replay import Cut
 from .run import Limits, NotTaken, Run
 
@@ -63,14 +65,16 @@ def release() -> str:
 class Daemon:
     """All runs of one shadow process. `serve` takes over the calling thread; `handle` serves one connection."""
 
-    def __init__(self, limits: Limits | None = None, token: bytes | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: Limits | None = None, token: bytes | None = None, capture: str | None = None) -> None:
+        """`capture` names the interface on which the network copies gradients to this shadow, if it does."""
+        self.limits = replace(limits or Limits(), captures=capture is not None)
         self.runs: dict[str, Run] = {}
         self._token = token
         self._lock = threading.Lock()
         self._began = time.time()
         self._listener: socket.socket | None = None
         self._stopped = False
+        self._overhearing = None if capture is None else Overhearing(capture, lambda: list(self.runs.values()), token)
 
     # ------------------------------------------------------------ connections
 
@@ -89,6 +93,8 @@ class Daemon:
                     log.warning("cannot take another connection: %s (raise `ulimit -n` or `ulimit -u`)", error)
                     time.sleep(BREATH_S)
             self._forget_idle()
+            for run in list(self.runs.values()):
+                run.repair(time.monotonic())
 
     def _begin(self, sock: socket.socket, peer: str) -> None:
         """Serve a connection from a thread of its own."""
@@ -123,6 +129,8 @@ class Daemon:
             with contextlib.suppress(OSError):  # wakes whoever waits in accept(), where the system can do that
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+        if self._overhearing is not None:
+            self._overhearing.close()
 
     def handle(self, stream: Stream, peer: str) -> None:
         """Serve one connection to its end. Never raises."""
@@ -217,11 +225,15 @@ class Daemon:
                     case Join(run=name):
                         run = self.run(name, create=True)
                         joined = run.join(message, member)
+                        if joined and self._overhearing is not None:
+                            self._overhearing.follow()
                     case _:
                         raise ProtocolError(f"{type(message).__name__} before this rank has joined")
         finally:
             if run is not None:
                 run.leave(member)
+                if joined and self._overhearing is not None:
+                    self._overhearing.follow()
                 if run.remove_if_empty():
                     self._forget(run)
 
@@ -288,6 +300,8 @@ class Daemon:
                     "host": socket.gethostname(),
                     "up_s": time.time() - self._began,
                 }
+                if self._overhearing is not None:
+                    server["capture"] = self._overhearing.status()
                 return Status([run.status() for run in list(self.runs.values())], server)
             case Remove(name, force):
                 self._remove(name, force)
@@ -300,8 +314,9 @@ def _description(run: str, cut: Cut) -> Leased:
     sidecars = {rank: sorted(entries) for rank, entries in cut.sidecars.items()}
     spec = cut.spec
     return Leased(
-        run, cut.holder, cut.step, spec.world_size, cut.held, cut.optimizers, spec.aliases, sidecars, spec.fingerprint
-    )
+        run, cut.holder, cut.step, spec.world_size, cut.held, cut.optimizers, spec.aliases, sidecars, spec.fingerprint,
+        cut.replica_sets,
+    )  # fmt: skip
 
 
 def _pieces(message: Read, cut: Cut) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..transport.base import Channel
 from ..wire.messages import LEASE_S, Control
+from ..wire.packets import Flow
 
 log = logging.getLogger("checkmate.shadow")
 
@@ -20,6 +21,7 @@ class Member:
     heard: float = field(default_factory=time.monotonic)
     lease_s: float = field(default_factory=lambda: LEASE_S)
     step: int = -1  #: newest that this rank says it has closed
+    flow: Flow | None = None  #: its tagged connection, whose packets the network copies
     closed: bool = False
 
     @property
@@ -65,6 +67,14 @@ class Members:
     def tell(self, message: Control) -> None:
         for member in self._ranks.values():
             member.send(message)
+
+    def tell_one(self, rank: int, message: Control) -> None:
+        if (member := self._ranks.get(rank)) is not None:
+            member.send(message)
+
+    @property
+    def flows(self) -> list[Flow]:
+        return [member.flow for member in self._ranks.values() if member.flow is not None and not member.closed]
 
     @property
     def steps(self) -> list[int]:

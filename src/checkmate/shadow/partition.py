@@ -12,11 +12,12 @@ thread or clock; `run.Run` performs the effects. Its invariants stand in ``DESIG
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ..errors import ProtocolError
-from ..layout import Layout
+from ..layout import Layout, Slice
 from ..wire.frames import Header, Kind
 from ..wire.messages import Anchor, Part
 from ..wire.ranges import RangeSet
@@ -102,8 +103,8 @@ class Tell:
 Effect = Apply | Freeze | Drop | Acknowledge | AskResume | AskAnchors | Tell
 
 
-#: What ranks send of a step, told apart: kind, rank, update, block, entry.
-Key = tuple[Kind, int, int, int, int]
+#: What ranks send of a step, told apart: kind, rank, update, block, entry, round.
+Key = tuple[Kind, int, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -111,10 +112,21 @@ class Slot:
     """What has come of one step. Of each key, no more can arrive than its part lists."""
 
     parts: dict[int, Part] = field(default_factory=dict)
-    listed: set[Key] = field(default_factory=set)  #: by the parts that are here
+    listed: dict[Key, tuple[int, int]] = field(default_factory=dict)  #: by the parts that are here: first byte, stop
     ranges: dict[Key, RangeSet] = field(default_factory=dict)  #: that have arrived
-    expected_bytes: int = 0  #: listed by the parts that are here
-    arrived_bytes: int = 0
+    owed: dict[Key, int] = field(default_factory=dict)  #: bytes listed that have not arrived, where there are any
+    rounds: dict[tuple[int, int], int] = field(default_factory=dict)  #: newest overheard, of update and block
+
+    def note(self, key: Key) -> None:
+        """Bytes of `key` have arrived, or it is listed now."""
+        if (listed := self.listed.get(key)) is None:
+            return
+        arrived = self.ranges.get(key)
+        owed = sum(b - a for a, b in arrived.missing(*listed)) if arrived else listed[1] - listed[0]
+        if owed:
+            self.owed[key] = owed
+        else:
+            self.owed.pop(key, None)
 
 
 class Partition:
@@ -200,9 +212,52 @@ class Partition:
         if header.epoch != self.epoch or self._place(header) is Verdict.DRAIN:
             return []
         slot = self._slots.setdefault(header.step, Slot())
-        ranges = slot.ranges.setdefault(_key(header), RangeSet())
-        slot.arrived_bytes += ranges.add(header.offset, header.offset + header.length)
+        slot.ranges.setdefault(key := _key(header), RangeSet()).add(header.offset, header.offset + header.length)
+        slot.note(key)
         return self._advance()
+
+    def overhear(self, header: Header) -> bool:
+        """Whether a frame of a round is wanted: one that the network has copied, or a repair.
+
+        It may be late, repeated or of another attempt; no rank waits for it, and nothing is refused.
+        """
+        try:
+            self._check(header)
+        except ProtocolError:
+            return False
+        begun = self.phase is not Phase.RESUMING or header.rank in self._starts
+        if header.kind is not Kind.GRAD or not header.round or header.epoch != self.epoch or not begun:
+            return False
+        if self._place(header) is not Verdict.TAKE:
+            return False
+        slot, key = self._slots.setdefault(header.step, Slot()), _key(header)
+        if header.rank in slot.parts and key not in slot.listed:
+            return False
+        name = header.update, header.block
+        if header.round < (newest := slot.rounds.get(name, 0)):
+            return False
+        if header.round > newest:
+            for rank in self._ranks if newest else ():  # the older round, which this one supersedes
+                slot.ranges.pop((Kind.GRAD, rank, header.update, header.block, 0, newest), None)
+            slot.rounds[name] = header.round
+        start, stop, ranges = header.offset, header.offset + header.length, slot.ranges.get(key)
+        first, last = slot.listed.get(key, (0, stop))
+        return first <= start and stop <= last and (ranges is None or not ranges.overlaps(start, stop))
+
+    def owing(self) -> list[int]:
+        """Steps that a rank has closed, but of which the network has not brought everything."""
+        return [step for step, slot in self._slots.items() if any(key[5] for key in slot.owed)]
+
+    def repairs(self, step: int) -> dict[int, list[tuple[int, int, int, int, int]]]:
+        """Per rank, what of its shards of this step is missing: block, update, round, offset, bytes."""
+        found: dict[int, list[tuple[int, int, int, int, int]]] = {}
+        slot = self._slots[step]
+        for key in slot.owed:
+            _, rank, update, block, _, round_ = key
+            if round_:
+                gaps = slot.ranges.get(key, RangeSet()).missing(*slot.listed[key])
+                found.setdefault(rank, []).extend((block, update, round_, a, b - a) for a, b in gaps)
+        return found
 
     def part(self, part: Part) -> list[Effect]:
         """A rank has closed a step."""
@@ -221,12 +276,17 @@ class Partition:
         if part.rank in slot.parts:
             return []
         listed = self._listed(part)
-        if stray := [key for key in slot.ranges if key[1] == part.rank and key not in listed]:
+        mine = [key for key in slot.ranges if key[1] == part.rank and key not in listed]
+        for key in mine:
+            if key[5]:  # overheard: of a round that was not the last, or of a parameter without gradient
+                del slot.ranges[key]
+        if stray := [key for key in mine if not key[5]]:
             text = f"rank {part.rank} sent what its part of step {part.step} does not list: {stray}"
             return self._never(part.step, text)
-        slot.listed |= listed.keys()
-        slot.expected_bytes += sum(listed.values())
+        slot.listed |= listed
         slot.parts[part.rank] = part
+        for key in listed:
+            slot.note(key)
         return self._advance()
 
     def _place(self, header: Header) -> Verdict:
@@ -250,8 +310,11 @@ class Partition:
             raise ProtocolError(f"{header}: there are {len(self.layout.blocks)} blocks")
         if header.kind is Kind.GRAD:
             piece = self.layout.slices[header.rank].get(header.block)
-            stop = header.offset + header.length
-            if piece is None or header.offset < piece.offset or stop > piece.offset + piece.nbytes:
+            start, stop = header.offset, header.offset + header.length
+            if self.layout.tap == "mirror":
+                if stop > self.layout.blocks[header.block].nbytes:
+                    raise ProtocolError(f"{header}: past the end of the block")
+            elif piece is None or start < piece.offset or stop > piece.offset + piece.nbytes:
                 raise ProtocolError(f"{header}: outside the slice of that rank, {piece}")
 
     def anchor(self, header: Header) -> tuple[Anchor, int]:
@@ -264,23 +327,35 @@ class Partition:
             raise ProtocolError(f"{header}: past the end of entry {header.entry}")
         return anchor, header.entry
 
-    def _listed(self, part: Part) -> dict[Key, int]:
-        """What this part says that its rank sends, in bytes."""
+    def _listed(self, part: Part) -> dict[Key, tuple[int, int]]:
+        """What this part says that its rank sends: first byte and stop."""
         name = f"part of rank {part.rank}, step {part.step}"
-        mine, listed = self.layout.slices[part.rank], dict[Key, int]()
+        mine, listed = self.layout.slices[part.rank], dict[Key, tuple[int, int]]()
         for number, update in enumerate(part.updates):
             if update.blocks != sorted(set(update.blocks)) or max(update.blocks, default=-1) >= len(self.layout.blocks):
                 raise ProtocolError(f"{name}, update {number}: no ascending list of blocks: {update.blocks}")
-            listed |= {(Kind.GRAD, part.rank, number, b, 0): mine[b].nbytes for b in update.blocks if b in mine}
+            if (self.layout.tap == "mirror") is (update.shards is None):
+                raise ProtocolError(f"{name}, update {number}: says nothing of its shards, or has none to speak of")
+            for shard in update.shards or ():
+                stop = shard.offset + shard.nbytes
+                if shard.block not in update.blocks or stop > self.layout.blocks[shard.block].nbytes:
+                    raise ProtocolError(f"{name}, update {number}: {shard} is of no gradient of it")
+                key = (Kind.GRAD, part.rank, shard.update if shard.round else number, shard.block, 0, shard.round)
+                if listed.setdefault(key, (shard.offset, stop)) != (shard.offset, stop):
+                    raise ProtocolError(f"{name}, update {number}: {shard} is listed twice, differently")
+            if update.shards is None:
+                for block in (b for b in update.blocks if b in mine):
+                    listed[Kind.GRAD, part.rank, number, block, 0, 0] = _range(mine[block])
         for anchor in part.anchors:
             block = anchor.block
             if block >= len(self.layout.blocks) or self.layout.owners[block] != part.rank:
                 raise ProtocolError(f"{name} anchors block {block}, not its own")
             if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[block].nbytes:
                 raise ProtocolError(f"{name}, anchor of block {block}: entry 0 is not the whole block")
-            if (Kind.ANCHOR, part.rank, 0, block, 0) in listed:
+            if (Kind.ANCHOR, part.rank, 0, block, 0, 0) in listed:
                 raise ProtocolError(f"{name} anchors block {block} twice")
-            listed |= {(Kind.ANCHOR, part.rank, 0, block, i): entry.nbytes for i, entry in enumerate(anchor.entries)}
+            for i, entry in enumerate(anchor.entries):
+                listed[Kind.ANCHOR, part.rank, 0, block, i, 0] = (0, entry.nbytes)
         return listed
 
     # ------------------------------------------------------------ progress
@@ -309,9 +384,9 @@ class Partition:
         while self._gap is None or self.received + 1 < self._gap[0]:
             step = self.received + 1
             slot = self._slots.get(step)
-            if slot is None or len(slot.parts) < len(self._ranks) or slot.arrived_bytes < slot.expected_bytes:
+            if slot is None or len(slot.parts) < len(self._ranks) or slot.owed:
                 break
-            if (trouble := self._disagreement(step, slot)) is not None:
+            if (trouble := self._disagreement(step, slot) or self._uncovered(step, slot)) is not None:
                 effects.append(trouble)
                 if trouble.fatal:
                     self._gap = (step, trouble.text)
@@ -338,19 +413,31 @@ class Partition:
 
     def _disagreement(self, step: int, slot: Slot) -> Tell | None:
         """Do the ranks of each replica set tell the same story of this step?"""
-        first = slot.parts[0]
-        for rank in self._ranks[1:]:
-            mine = [(u.optimizer, tuple(u.blocks)) for u in slot.parts[rank].updates]
-            if mine != [(u.optimizer, tuple(u.blocks)) for u in first.updates]:
+        alike = self.layout.alike
+        for rank in self._ranks:
+            first, mine = slot.parts[alike[rank][0]], slot.parts[rank]
+            if mine is first:
+                continue
+            if _story(mine) != _story(first):
                 text = (
-                    f"ranks 0 and {rank} took different optimizer steps in step {step}: "
-                    f"{len(first.updates)} and {len(mine)} updates, or gradients for different parameters"
+                    f"ranks {first.rank} and {rank} took different optimizer steps in step {step}: "
+                    f"{len(first.updates)} and {len(mine.updates)} updates, or gradients for different parameters"
                 )
                 return Tell("replicas", text, step, fatal=True)
-            for ours, theirs in zip(first.updates, slot.parts[rank].updates, strict=True):
+            for ours, theirs in zip(first.updates, mine.updates, strict=True):
                 if ours.agreement != theirs.agreement:
-                    text = f"ranks 0 and {rank} used different hyper-parameters in step {step}"
+                    text = f"ranks {first.rank} and {rank} used different hyper-parameters in step {step}"
                     return Tell("replicas", text, step)
+        for number, ranks in enumerate(self.layout.replica_sets):
+            lead, *others = (slot.parts[rank] for rank in sorted({alike[rank][0] for rank in ranks}))
+            for second in others:  # ranks that share only some of their blocks
+                shared = {b for b, block in enumerate(self.layout.blocks) if block.replicas == number}
+                if _story(second, shared) != _story(lead, shared):
+                    text = (
+                        f"ranks {lead.rank} and {second.rank} took different optimizer steps in step {step} with the "
+                        "parameters that both hold"
+                    )
+                    return Tell("replicas", text, step, fatal=True)
         seen: dict[int, tuple[int, int]] = {}
         for rank in self._ranks:
             for digest in slot.parts[rank].gradients:
@@ -359,6 +446,29 @@ class Partition:
                     fqn = self.layout.blocks[digest.block].fqn if digest.block < len(self.layout.blocks) else "?"
                     text = f"ranks {other} and {rank} hold different gradients of {fqn} in step {step}"
                     return Tell("replicas", text, step)
+        return None
+
+    def _uncovered(self, step: int, slot: Slot) -> Tell | None:
+        """With shards that parts name: is every gradient there once, from end to end?"""
+        if self.layout.tap != "mirror":
+            return None
+        blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for part in slot.parts.values():
+            for number, update in enumerate(part.updates):
+                for block in update.blocks:
+                    blocks.setdefault((number, block), [])
+                for shard in update.shards or ():
+                    blocks[number, shard.block].append((shard.offset, shard.offset + shard.nbytes))
+        for (_, block), ranges in blocks.items():
+            ends = [0]
+            for start, stop in sorted(ranges):
+                if start != ends[-1]:
+                    break
+                ends.append(stop)
+            if len(ends) <= len(ranges) or ends[-1] != self.layout.blocks[block].nbytes:
+                fqn = self.layout.blocks[block].fqn
+                text = f"the ranks' shards of the gradient of {fqn} in step {step} are not the whole gradient once"
+                return Tell("replicas", text, step, fatal=True)
         return None
 
     def stabilise(self, epoch: int, step: int) -> list[Effect]:
@@ -417,5 +527,17 @@ class Partition:
         return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]
 
 
+def _story(part: Part, among: Container[int] | None = None) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Its updates: number, optimizer, blocks with a gradient. Only of some blocks, where these are named."""
+    if among is None:
+        return [(number, u.optimizer, tuple(u.blocks)) for number, u in enumerate(part.updates)]
+    told = [(number, u.optimizer, tuple(b for b in u.blocks if b in among)) for number, u in enumerate(part.updates)]
+    return [entry for entry in told if entry[2]]
+
+
 def _key(header: Header) -> Key:
-    return (header.kind, header.rank, header.update, header.block, header.entry)
+    return (header.kind, header.rank, header.update, header.block, header.entry, header.round)
+
+
+def _range(piece: Slice) -> tuple[int, int]:
+    return piece.offset, piece.offset + piece.nbytes

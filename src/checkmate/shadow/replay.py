@@ -13,12 +13,13 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from xxhash import xxh3_64_intdigest as xxh3
 
 from .. import values
 from ..errors import Mismatch, ProtocolError, Unsupported
-from ..layout import Layout
+from ..layout import Layout, match_optimizers, numbers
 from ..tensors import bytes_of, dtype_name, dtype_of
 from ..wire.messages import Anchor, Block, Digest, Entry, Held, Incarnation, Optimizer, Part, Spec, Update
 from .pieces import Pieces, may_cut
@@ -70,16 +71,23 @@ def state_multiple(spec: Optimizer, allowed: Iterable[str] = ()) -> int:
 def check_part(part: Part, layout: Layout) -> None:
     """Raises ProtocolError for a part that no state of this layout could apply: replay would break off half way."""
     name = f"part of rank {part.rank}, step {part.step}"
-    for optimizer in [u.optimizer for u in part.updates] + [a.optimizer for a in part.anchors if a.optimizer != -1]:
-        if not 0 <= optimizer < layout.num_optimizers:
-            raise ProtocolError(f"{name}: optimizer {optimizer} of {layout.num_optimizers}")
+    for block in (anchor.block for anchor in part.anchors if anchor.block >= len(layout.blocks)):
+        raise ProtocolError(f"{name}: anchor of block {block} of {len(layout.blocks)}")
+    used = [(part.rank, u.optimizer) for u in part.updates if part.rank in layout.leads]
+    used += [(layout.lead(a.block), a.optimizer) for a in part.anchors if a.optimizer != -1]
+    for lead, optimizer in used:
+        if (lead, optimizer) not in layout.optimizers:
+            raise ProtocolError(f"{name}: optimizer {optimizer} of lead {lead}, which does not have so many")
+    mine = sum(1 for lead, _ in layout.optimizers if lead == part.rank)
     for table in (part.groups, part.members):
-        if table is not None and len(table) != layout.num_optimizers:
-            raise ProtocolError(f"{name}: groups of {len(table)} optimizers, of {layout.num_optimizers}")
+        if table is not None and len(table) != mine:
+            raise ProtocolError(f"{name}: groups of {len(table)} optimizers, of {mine}")
     membership = [u.members for u in part.updates if u.members is not None] + (part.members or [])
     for block in (block for groups in membership for group in groups for block in group):
         if block >= len(layout.blocks):
             raise ProtocolError(f"{name}: block {block} of {len(layout.blocks)} in a group")
+        if layout.lead(block) != part.rank:
+            raise ProtocolError(f"{name}: block {block} in a group, which rank {layout.lead(block)} leads")
     for encoded in [u.groups for u in part.updates if u.groups] + (part.groups or []):
         groups = values.loads(encoded)
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -100,7 +108,9 @@ class Cut:
         self.tensors: list[list[Tensor]] = []
         self.optimizers = state.optimizer_specs()
         self.sidecars = {rank: dict(entries) for rank, entries in state.sidecars.items()}
+        self.replica_sets, replicas = state.written_by
         for number, block in enumerate(state.spec.blocks):
+            block = msgspec.structs.replace(block, replicas=replicas[number])
             index, entries, rest = state.entries(number)
             described = [
                 Entry(key, dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size())
@@ -124,9 +134,12 @@ class State:
         self.params: list[torch.nn.Parameter | None] = [None] * len(spec.blocks)
         self.optimizers = [make_optimizer(o, values.loads(o.groups), self.allowed) for o in spec.optimizers]
         self._pieces = [Pieces(optimizer) for optimizer in self.optimizers]
-        self.members = [[list(group) for group in o.members] for o in spec.optimizers]
+        self.members = [[list(group) for group in o.members] for o in spec.optimizers]  #: as each lead sent last
         self.groups = [o.groups for o in spec.optimizers]
+        self._number = numbers(spec.optimizers)
         self.sidecars: dict[int, dict[str, bytes]] = {}
+        #: Who has closed `step`, by whose numbers the sidecars go: replica sets, and that of each block.
+        self.written_by = spec.replica_sets, [block.replicas for block in spec.blocks]
         self._cuts: list[Cut] = []
         self._shared: set[int] = set()
 
@@ -155,7 +168,7 @@ class State:
     def optimizer_specs(self) -> list[Optimizer]:
         """The optimizers with their groups as they stood when `step` was closed."""
         return [
-            Optimizer(o.module, o.name, groups, members)
+            Optimizer(o.module, o.name, groups, members, o.rank)
             for o, groups, members in zip(self.spec.optimizers, self.groups, self.members, strict=True)
         ]
 
@@ -218,10 +231,10 @@ class State:
         `gradient(update, block)` and `anchored(block, entry)` give the received tensors. Returns how far each block
         among `suspects` was from its anchor, where it got one: the largest absolute difference.
         """
-        leading = [parts[rank] for rank in sorted(leads)]
+        leading = [parts[rank] for rank in sorted(leads)]  # each of blocks that no other leads
         for part in leading:
             for number, update in enumerate(part.updates):
-                self._update(number, update, gradient)
+                self._update(self._number[part.rank, update.optimizer], number, update, gradient)
         distances: dict[int, float] = {}
         for part in parts.values():
             for anchor in part.anchors:
@@ -230,12 +243,13 @@ class State:
                     distances[anchor.block] = self._distance(anchor, tensors)
                 self.install(anchor, tensors)
         for part in leading:
-            if part.groups is not None:
-                self.groups = list(part.groups)
-            if part.members is not None:
-                self.members = [[list(group) for group in optimizer] for optimizer in part.members]
-        for rank in set(self.sidecars) - set(parts):
-            del self.sidecars[rank]
+            for i, groups in enumerate(part.groups or ()):
+                self.groups[self._number[part.rank, i]] = groups
+            for i, members in enumerate(part.members or ()):
+                self.members[self._number[part.rank, i]] = [list(group) for group in members]
+        if self.written_by[0] is not self.spec.replica_sets:  # the first parts of an attempt are complete
+            self.written_by = self.spec.replica_sets, [block.replicas for block in self.spec.blocks]
+            self.sidecars.clear()
         for rank, part in parts.items():
             entries = self.sidecars.setdefault(rank, {})
             entries.update(part.sidecar)
@@ -258,20 +272,21 @@ class State:
                 largest = max(largest, float((ours.double() - theirs.double()).abs().max()))
         return largest
 
-    def _update(self, number: int, update: Update, gradient: Callable[[int, int], Tensor]) -> None:
-        optimizer = self.optimizers[update.optimizer]
+    def _update(self, index: int, number: int, update: Update, gradient: Callable[[int, int], Tensor]) -> None:
+        """The optimizer of this index steps, as the lead that has it did in its update of this number."""
+        optimizer = self.optimizers[index]
         if update.members is not None:
-            self.members[update.optimizer] = [list(group) for group in update.members]
+            self.members[index] = [list(group) for group in update.members]
         blocks = set(update.blocks)
         self._own(blocks)
         hyper = values.loads(update.groups)
         del optimizer.param_groups[len(hyper) :]
         while len(optimizer.param_groups) < len(hyper):
             optimizer.param_groups.append({**hyper[len(optimizer.param_groups)], "params": []})
-        pieces = self._pieces[update.optimizer]
+        pieces = self._pieces[index]
         stepped: list[torch.nn.Parameter] = []
         cut: list[torch.nn.Parameter] = []
-        for group, named, members in zip(optimizer.param_groups, hyper, self.members[update.optimizer], strict=True):
+        for group, named, members in zip(optimizer.param_groups, hyper, self.members[index], strict=True):
             group.update(named)
             if self.spec.replay == "fast" and "fused" in group:
                 group.update(fused=True, foreach=False)
@@ -310,23 +325,27 @@ class State:
         if anchor.optimizer >= 0:
             named = {entry.key: tensor for entry, tensor in zip(anchor.entries[1:], tensors[1:], strict=True)}
             rest = values.loads(anchor.values)
+            lead = self.spec.replica_sets[self.spec.blocks[anchor.block].replicas][0]
             if named or rest:
-                self.optimizers[anchor.optimizer].state[param] = {**named, **rest}
+                self.optimizers[self._number[lead, anchor.optimizer]].state[param] = {**named, **rest}
 
     def respec(self, spec: Spec) -> None:
         """Take over the block order and replica sets of another attempt that has the same blocks and optimizers."""
         ours, theirs = ({(b.fqn, b.dtype, tuple(b.sizes)) for b in s.blocks} for s in (self.spec, spec))
-        if ours != theirs or len(spec.optimizers) != len(self.spec.optimizers):
-            raise Mismatch(
-                "the parameters or optimizers of this spec are not those of the state that it shall take over"
-            )
+        if ours != theirs:
+            raise Mismatch("the parameters of this spec are not those of the state that it shall take over")
+        source = match_optimizers(spec, self.spec.blocks, self.optimizer_specs())
         number = {block.fqn: i for i, block in enumerate(self.spec.blocks)}
         order = [number[block.fqn] for block in spec.blocks]
         place = {old: new for new, old in enumerate(order)}
         self.params = [self.params[i] for i in order]
         self._shared = {place[i] for i in self._shared}
-        self.members = [[[place[i] for i in group] for group in optimizer] for optimizer in self.members]
-        self.spec = spec
+        self.written_by = self.written_by[0], [self.written_by[1][i] for i in order]
+        self.members = [[[place[i] for i in group] for group in self.members[j]] for j in source]
+        self.groups = [self.groups[j] for j in source]
+        self.optimizers = [self.optimizers[j] for j in source]
+        self._pieces = [self._pieces[j] for j in source]
+        self.spec, self._number = spec, numbers(spec.optimizers)
 
     def differing(self, digests: Iterable[Digest]) -> list[Digest]:
         """Those digests that this state does not match."""

@@ -18,8 +18,9 @@ from ..errors import StepNotFound
 from ..wire.frames import Kind
 from ..wire.messages import Digest, Incarnation, Spec
 from .buffers import Key, of_entry
+from .gradients import Gradients
 from .partition import Apply, Freeze, Partition
-from .replay import Cut, State, empty_like
+from .replay import Cut, State
 
 
 class Work(NamedTuple):
@@ -177,15 +178,11 @@ class Replayer:
 
     def _apply(self, work: Work, state: State) -> None:
         layout, parts = work.partition.layout, work.apply.parts
-
-        def gradient(update: int, block: int) -> torch.Tensor:
-            found = work.tensors.get((Kind.GRAD, block, update))
-            return found if found is not None else empty_like(layout.blocks[block])
-
+        gradient = Gradients(layout, parts, work.tensors)
         anchors = {a.block: a for part in parts.values() for a in part.anchors}
 
         def anchored(block: int, entry: int) -> torch.Tensor:
-            found = work.tensors.get((Kind.ANCHOR, block, entry))
+            found = work.tensors.get((Kind.ANCHOR, block, entry, False))
             return found if found is not None else of_entry(anchors[block], entry)
 
         with self.between_steps:

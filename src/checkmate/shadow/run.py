@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import struct
 import threading
 import time
 from collections import Counter, deque
@@ -43,12 +44,14 @@ from ..wire.messages import (
     Prepared,
     Reanchor,
     Refusal,
+    Repair,
     Report,
     Resume,
     Spec,
     Stable,
     decode_part,
 )  # fmt: skip
+from ..wire.packets import Flow
 from .buffers import Buffers
 from .members import Member, Members
 from .partition import (
@@ -65,6 +68,7 @@ from .partition import (
     Tell,
     Verdict,
 )  # fmt: skip
+from .repairs import PATIENCE_S, Repairs
 from .replay import Cut, check_part, state_multiple
 from .replayer import Replayer, Work
 
@@ -78,6 +82,19 @@ GRACE_S = 2.5
 CLAIM_LEASE_S = 300.0
 #: So many reports of one kind are logged per attempt; the ranks hear all, and `status` shows the last.
 REPORTS = 5
+UNHEARD = (
+    "the shadow was started without --capture: it hears nothing of what the network copies, and with tap='mirror' all "
+    "of the gradient is sent to it besides, as with tap='step'"
+)
+
+
+def check_flow(flow: Flow | None) -> None:
+    """Raises ProtocolError for addresses or ports that are none."""
+    try:
+        if flow is not None and not (flow.key and 0 <= flow.dscp <= 63):
+            raise ValueError(f"{flow}: a mark is 0 to 63")
+    except (ValueError, struct.error) as error:
+        raise ProtocolError(f"a flow that cannot be: {error}") from None
 
 
 class NotTaken(Refused):
@@ -96,6 +113,7 @@ class Limits:
     threads: int | None = None
     allowed: tuple[str, ...] = ()
     idle_s: float | None = None  #: forget runs that nobody has trained or read for so long
+    captures: bool = False  #: copies of the ranks' packets come in through the network
 
 
 class Run:
@@ -120,6 +138,10 @@ class Run:
         self._members = Members()
         self._data: dict[int, Channel] = {}
         self._buffers = Buffers()
+        # Without a capture there is nothing to wait for.
+        self._patience_s = PATIENCE_S if limits.captures else 0.0
+        self._repairs = Repairs(self._patience_s)
+        self.overheard_bytes = self.repaired_bytes = 0
         self._reports: Counter[str] = Counter()  #: by kind
         self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
@@ -212,6 +234,7 @@ class Run:
         self.epoch = max(self.epoch + 1, epoch)
         self.life = secrets.randbits(62) + 1
         self.partition = Partition(layout, epoch=self.epoch, phase=phase, base=base)
+        self._repairs = Repairs(self._patience_s)
 
     def _check_not_ended(self) -> None:
         if self._ended:
@@ -259,16 +282,20 @@ class Run:
                 raise NotTaken("usage", f"run {self.name!r}: attempt {message.incarnation} has not adopted a step")
             if message.rank >= self.partition.layout.world_size:
                 raise NotTaken("usage", f"rank {message.rank} of {self.partition.layout.world_size}")
+            check_flow(message.flow)
             if message.life != self.life and message.epoch >= self.epoch:
                 self._perform(self.partition.end_epoch("the shadow was restarted", message.epoch + 1))
             self._members.admit(message.rank, member)
-            member.step = message.step
+            member.step, member.flow = message.step, message.flow
+            self._repairs.forget_asked()
             member.send(Joined(self.epoch, self.life, self.partition.received))
             if self.partition.phase is Phase.ANCHORING:
                 member.send(Anchoring(self.epoch, self.partition.first))
             if self.suspects:  # asked for while this rank may have been away
                 member.send(Reanchor(self.epoch, sorted(self.suspects), "audit"))
             member.send(self._ack())
+            if message.flow is not None and not self.limits.captures:
+                member.send(Report("note", UNHEARD))
             return True
 
     def _outlived_by(self, incarnation: Incarnation) -> bool:
@@ -389,7 +416,7 @@ class Run:
                 if self._draining and self.replayer.idle:
                     raise Superseded(f"{header} waits for a step that cannot come any more")
                 self.changed.wait(1.0)
-            if header.kind is Kind.PART:
+            if header.kind is Kind.PART or header.round:
                 return None
             if verdict is Verdict.DRAIN:
                 return scratch[: header.length]
@@ -408,9 +435,54 @@ class Run:
             self.heard = time.monotonic()
             if part is not None:
                 check_part(part, partition.layout)
+                self._repairs.moved(part.step, self.heard)
                 self._perform(partition.part(part))
+                self._repair(self.heard)
+            elif header.round:
+                self.repaired_bytes += header.length if self._keep(partition, header, frame.payload) else 0
             elif not drained:
                 self._perform(partition.arrived(header))
+
+    # ------------------------------------------------------------ what the network copies
+
+    @property
+    def flows(self) -> list[Flow]:
+        """The tagged connections of the ranks that have joined."""
+        with self.changed:
+            return self._members.flows
+
+    def overheard(self, header: Header, payload: memoryview, now: float) -> bool:
+        """A frame that the network has copied to this shadow; its checksum holds, and its seal. False: not wanted."""
+        with self.changed:
+            if self.partition is None or self.incarnation is None or header.incarnation != self.incarnation.id:
+                return False
+            self._repairs.overheard(header.rank, header.step, now)
+            kept = self._keep(self.partition, header, payload)
+            self.overheard_bytes += header.length if kept else 0
+            return kept
+
+    def _keep(self, partition: Partition, header: Header, payload: memoryview) -> bool:
+        """Copy a whole frame of a round into its place, where nothing unverified has ever been."""
+        if not partition.overhear(header):
+            return False
+        self._buffers.place(partition, header)[:] = payload
+        self._perform(partition.arrived(header))
+        return True
+
+    def repair(self, now: float) -> None:
+        """Ask the ranks for what the network has not brought. Called every few milliseconds."""
+        with self.changed:
+            self._repair(now)
+
+    def _repair(self, now: float) -> None:
+        partition = self.partition
+        if partition is None or partition.layout.tap != "mirror":
+            return
+        self._repairs.done(partition.received)
+        for step in partition.owing():
+            for rank, items in partition.repairs(step).items():
+                if self._repairs.due(step, rank, now):
+                    self._members.tell_one(rank, Repair(partition.epoch, step, items))
 
     def _count(self, nbytes: int) -> None:
         """Bytes per second of the clock, for the last ten."""
@@ -450,6 +522,7 @@ class Run:
                     self._members.tell(self._ack())
                 case AskResume(epoch, reason):
                     self.epoch = epoch
+                    self._repairs = Repairs(self._patience_s)
                     log.warning("run %s: epoch %d begins: %s", self.name, epoch, reason)
                     self._members.tell(Resume(epoch, reason))
                 case AskAnchors(epoch, step):
@@ -552,6 +625,8 @@ class Run:
                 "blocks_without_state": p.blocks_without_state() if p else 0,
                 "mode": self._mode(),
                 "bytes_in": self.bytes_in,
+                "bytes_overheard": self.overheard_bytes,
+                "bytes_repaired": self.repaired_bytes,
                 "bytes_in_per_s": self._rate(),
                 "memory_bytes": self.memory_bytes(),
                 "silent_s": round(time.monotonic() - self.heard, 3),

@@ -51,6 +51,11 @@ def find_ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, bo
     return (whole[-1], False) if whole else (None, bool(wrappers))
 
 
+def ranks_of(ddp: DistributedDataParallel) -> list[int]:
+    """The ranks over which it averages; it follows the first of them."""
+    return sorted(dist.get_process_group_ranks(ddp.process_group))
+
+
 class Buckets:
     """How `ddp` fills its buckets. `names` gives the FQN of each of its parameters.
 
@@ -192,6 +197,8 @@ class Buckets:
         ddp = self._ddp
         if getattr(ddp, "reducer", None) is None:
             return True  # all parameters are reduced outside of it
+        if ddp._comm_hooks and getattr(ddp._comm_hooks[0][1], "sums_by_rank", False):
+            return True  # wherever in a bucket they lie
         if ddp.find_unused_parameters and not ddp.static_graph:
             return not self._views_differ()  # the first buckets are kept
         return ddp.process_group.size() <= 2 and not self._stateful_hooks()

@@ -8,7 +8,7 @@ is left for the rolling audit to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Watch:
     """Looks at `params` (by block number) and at their state in the optimizer that has them, if any."""
 
-    def __init__(self, params: Sequence[torch.Tensor], optimizer_of: Sequence[torch.optim.Optimizer | None]) -> None:
+    def __init__(self, params: Mapping[int, torch.Tensor], optimizer_of: Mapping[int, torch.optim.Optimizer]) -> None:
         self._params = params
-        self._optimizer_of = list(optimizer_of)
+        self._optimizer_of = dict(optimizer_of)
         self._looks: dict[tuple[int, ...], _Look] = {}
-        self.mark(range(len(params)))
+        self.mark(params)
 
     def adopt(self, block: int, optimizer: torch.optim.Optimizer) -> None:
         """The block belongs to this optimizer from now on."""
@@ -66,7 +66,7 @@ class Watch:
         params = [self._params[block] for block in group]
         counts, entries = [], []
         for block, param in zip(group, params, strict=True):
-            optimizer = self._optimizer_of[block]
+            optimizer = self._optimizer_of.get(block)
             state = optimizer.state.get(param, ()) if optimizer is not None else ()
             counts.append(len(state))
             if state:

@@ -13,22 +13,25 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CheckmateError, ReplicasDiffer, Unreachable, UsageError
-from ..layout import Layout
+from ..layout import Layout, connected
 from ..recovery import ShadowReader
 from ..tensors import differs
 from ..transport.tcp import Address, parse_address
 from ..wire.messages import Audit, Fingerprint, Incarnation, check_run_name
 from . import rng
-from .buckets import Buckets, find_ddp
+from .buckets import Buckets, find_ddp, ranks_of
+from .collective import UNLABELLED, Label
 from .data import Batches
-from .installing import install, keep_gradients
+from .installing import install, keep_gradients, predecessors
 from .lag import Lag
 from .link import Link
+from .mirror import DSCP, Mirror, mirrorable
 from .model import Shadowed, describe, inexact, unwrap
 from .recorder import Recorder
-from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, rank_and_world, together
+from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, on_all_ranks, rank_and_world, together
 from .sidecar import Sidecars, Stateful, check_stateful
 from .staging import Pool, aligned
 from .tap import Tap, check_untapped
@@ -46,23 +49,27 @@ def attach(
     shadow: str,
     run: str,
     stateful: Mapping[str, Stateful] | None = None,
-    tap: Literal["step"] = "step",
+    tap: Literal["step", "mirror"] = "step",
     replay: Literal["match", "fast"] = "match",
     on_lag: Literal["degrade", "block"] = "degrade",
     staging_bytes: int | None = None,
     block_timeout: float = 300.0,
     fresh: bool = False,
     token: str | bytes | None = None,
+    interface: str | None = None,
+    dscp: int = DSCP,
 ) -> Checkpointer:
     """Shadow a training loop. Call it on every rank, after DDP wrapping and before training; then `restore`.
 
     Args:
-        model: a plain module or ``DistributedDataParallel``; parameters on CPU or CUDA, dense and real.
+        model: a plain module or ``DistributedDataParallel``; parameters on CPU or CUDA, dense and real. Ranks may hold
+            different ones, as pipeline stages do: a name means the same parameter on every rank that has it.
         optimizer: one optimizer or several, over parameters of `model`.
         shadow: ``tcp://HOST:PORT`` of a process started with ``checkmate shadow``.
         run: name of the run at that shadow; a restart under the same name goes on from where it stopped.
         stateful: objects with ``state_dict`` and ``load_state_dict`` that belong to a step: scheduler, GradScaler, …
-        tap: where gradients are read; "step" is at ``optimizer.step()``.
+        tap: where gradients are read: "step" at ``optimizer.step()``, "mirror" inside the gradient all-reduce, which is
+            then ours, and whose packets the network copies to the shadow (``docs/network.md``). "mirror" needs DDP.
         replay: "match" replays with the trainer's own optimizer flags, bit for bit; "fast" with fused kernels.
         on_lag: "degrade" never waits for the shadow; "block" waits until at most one step is not safe.
         staging_bytes: host memory of this rank that may hold steps on their way to the shadow; never less than for two
@@ -70,19 +77,25 @@ def attach(
         block_timeout: seconds that "block" waits before it degrades; below the process group's timeout.
         fresh: begin a new lineage at step 0; what the shadow holds of this run stays until that step is whole.
         token: the shared secret that the shadow was started with.
+        interface: with "mirror", the network interface (or address) over which the ranks exchange gradients; by default
+            GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or that of the route to MASTER_ADDR.
+        dscp: with "mirror", the mark on packets that the network is to copy, as ``checkmate switch`` was told.
 
     Raises UsageError for a wrong argument, Unsupported for a model or optimizer that cannot be shadowed.
     """
-    if tap != "step":
-        raise UsageError(f"tap={tap!r} is not available; this version has tap='step'")
+    if tap not in ("step", "mirror"):
+        raise UsageError(f"tap={tap!r} is not available; this version has tap='step' and tap='mirror'")
     if replay not in ("match", "fast") or on_lag not in ("degrade", "block"):
         raise UsageError(f"replay is 'match' or 'fast', not {replay!r}; on_lag is 'degrade' or 'block', not {on_lag!r}")
     for name, value, kinds in (
         ("shadow", shadow, str), ("run", run, str), ("staging_bytes", staging_bytes, (int, type(None))),
         ("block_timeout", block_timeout, (int, float)), ("token", token, (str, bytes, type(None))),
+        ("interface", interface, (str, type(None))), ("dscp", dscp, int),
     ):  # fmt: skip
         if not isinstance(value, kinds):
             raise UsageError(f"attach() takes no {type(value).__name__} for {name}")
+    if not 1 <= dscp <= 63:
+        raise UsageError(f"dscp={dscp}: a mark is 1 to 63")
     if "," in shadow:
         raise UsageError("several shadows are not available yet; give one address")
     check_run_name(run)
@@ -90,11 +103,13 @@ def attach(
     optimizers = unwrap(optimizer)
     objects = check_stateful(stateful)
     check_untapped(optimizers)
-    shadowed = together(lambda: describe(model, optimizers, replay))
+    ddp = together(lambda: mirrorable(model)) if tap == "mirror" else None
+    mirrored = any(on_all_ranks(ddp is not None))
+    shadowed = together(lambda: describe(model, optimizers, replay, "mirror" if mirrored else "step"))
     secret = token.encode() if isinstance(token, str) else token
     return Checkpointer(
         model, shadowed, address, run, objects, on_lag=on_lag, staging_bytes=staging_bytes, block_timeout=block_timeout,
-        fresh=fresh, token=secret,
+        fresh=fresh, token=secret, mirrored=ddp, interface=interface, dscp=dscp,
     )  # fmt: skip
 
 
@@ -104,6 +119,7 @@ class Checkpointer:
     def __init__(
         self, model: torch.nn.Module, shadowed: Shadowed, address: Address, run: str, stateful: Mapping[str, Stateful],
         *, on_lag: str, staging_bytes: int | None, block_timeout: float, fresh: bool, token: bytes | None,
+        mirrored: DistributedDataParallel | None, interface: str | None, dscp: int,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = rank_and_world()
         self._address, self._run, self._fresh, self._token = address, run, fresh, token
@@ -113,15 +129,27 @@ class Checkpointer:
         limit = staging_bytes if staging_bytes is not None else max(STAGING_BYTES, 4 * own)
         self._pool = Pool(max(limit, 2 * own), pinned=shadowed.spec.fingerprint.device == "cuda")
         ddp, elsewhere = find_ddp(model)
-        shared_buffers = ddp is not None and ddp.broadcast_buffers and self.rank != 0
+        self._replicas = self._layout.alike[self.rank]  #: ranks that hold what this one holds
+        reduced = self._replicas if ddp is None else ranks_of(ddp)
+        shared_buffers = ddp is not None and ddp.broadcast_buffers and self.rank != reduced[0]
         self._sidecars = Sidecars(stateful, {} if shared_buffers else shadowed.buffers)
         self._recorder = Recorder(shadowed, self._layout, self.rank, self._pool, self._sidecars)
         self._lag = Lag(
             self._recorder, self._pool, str(address), self.rank, block_timeout if on_lag == "block" else 0.0
         )
         self._recorder.on_full = self._lag.on_full
+        self._mirror: Mirror | None = None
+        if self._layout.tap == "mirror":
+            self._mirror = self._recorder.mirror = together(
+                lambda: None if mirrored is None else Mirror(  # a stage without replicas has none
+                    mirrored, shadowed, self._layout, self.rank, self._pool, run, token=token, interface=interface,
+                    dscp=dscp,
+                )
+            )  # fmt: skip
+        if self._mirror is not None:
+            self._mirror.where = self._where
         self._buckets = None
-        if ddp is not None:
+        if ddp is not None and reduced == self._replicas:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
         self._taps = [
             Tap(o, lambda i=i: self._before(i), lambda i=i: self._after(i))  # type: ignore[misc]
@@ -131,11 +159,19 @@ class Checkpointer:
         self._step = self._first_step = 0
         self._restored = False
         self._trained = False
-        self._compared = self.world_size == 1
+        groups = connected(self._layout.replica_sets)
+        made = [dist.new_group(ranks) for ranks in groups] if len(groups) > 1 else [None]  # all ranks make all
+        self._sharing, self._sharing_group = next(z for z in zip(groups, made, strict=True) if self.rank in z[0])
+        self._compared = len(self._sharing) == 1
         self._closed = False
         self._held: dict[str, Any] = {}  #: restored sidecars that wait for `batches`
         self._batches: list[Batches[Any]] = []
         self._drift = inexact(shadowed)
+        if ddp is not None and self._buckets is None and len(reduced) > 2:
+            self._drift.append(
+                f"DistributedDataParallel averages over ranks {reduced}, but ranks {self._replicas} hold these "
+                "parameters; the order of its buckets is not kept"
+            )
         if elsewhere and self.world_size > 2:
             self._drift.append("DistributedDataParallel wraps parts of the model; the order of its buckets is not kept")
         for why in self._drift if self.rank == 0 else ():
@@ -208,25 +244,26 @@ class Checkpointer:
         left = max(1.0, deadline - time.monotonic())
         reader = ShadowReader(str(self._address), self._run, agreed.step, token=self._token, timeout=left)
         try:
-            self._held = install(self._shadowed, self._sidecars, reader, self.rank)
+            before = predecessors(self._shadowed, reader.reader.leased)
+            self._held = install(self._shadowed, self._sidecars, reader, before, self._replicas.index(self.rank))
         finally:
             reader.close()
-        self._restore_buckets(agreed)
+        self._restore_buckets(len(before))
         kept = self._held.get("grads", [])
         keep_gradients(self._shadowed, kept)
         self._recorder.keeps_grads = bool(kept)
         rng.install(self._held["rng"]) if "rng" in self._held else None
 
-    def _restore_buckets(self, agreed: Agreed) -> None:
+    def _restore_buckets(self, num_replicas: int) -> None:
         if self._buckets is None:
             return
-        if agreed.world_size != self.world_size:
-            why: str | None = f"the world size was {agreed.world_size} and is {self.world_size}"
+        if num_replicas != len(self._replicas):
+            why: str | None = f"there were {num_replicas} replicas of this model and are {len(self._replicas)}"
         else:
             why = self._buckets.restore(self._held.get("buckets"))
         if why is not None:
             self._drift.append(why)
-            if self.rank == 0:
+            if self.rank == self._replicas[0]:
                 log.warning(
                     "checkmate: the next gradients may differ in their last bits from an uninterrupted run: %s",
                     why,
@@ -239,14 +276,15 @@ class Checkpointer:
         self._restored = True
         if self._buckets is not None:
             self._buckets.record()
-            if self.rank == 0:
+            if self.rank == self._replicas[0]:
                 self._sidecars.extra["buckets"] = self._buckets.state
-        if self.rank == 0:
+        if self.rank == self._replicas[0]:
             self._sidecars.extra["grads"] = self._recorder.kept_names
         self._recorder.begin_epoch(agreed.epoch)
         self._link = self._recorder.link = self._lag.link = Link(
             self._address, self._run, agreed.attempt, agreed.incarnation, self.rank, self._shadowed.spec, self._pool,
             epoch=agreed.epoch, life=agreed.life, step=self._step, token=self._token,
+            flow=self._mirror.flow if self._mirror is not None else None,
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, self._link.close, 0.0)  # a notebook forgets it, and attaches again
         self._finalizer.atexit = False
@@ -284,6 +322,14 @@ class Checkpointer:
         self._batches.append(batches)
         self._sidecars.extra[name] = batches.state_dict
         return batches
+
+    def _where(self) -> tuple[Label, bool]:
+        """For frames of the backward that runs: what they say of themselves, and whether this step is kept."""
+        link, recorder = self._link, self._recorder
+        if link is None or self._closed:
+            return UNLABELLED, False
+        keep = not recorder.gap and link.fatal is None
+        return Label(link.incarnation.id, recorder.epoch, self._step + 1, recorder.updates), keep
 
     def _before(self, index: int) -> None:
         if self._closed:
@@ -360,29 +406,35 @@ class Checkpointer:
         return bool(pending) and all(bool(torch.isfinite(g).all()) for g in pending)
 
     def _compare_first_gradients(self) -> None:
-        """At the first update of a process, all replicas must hold the same gradient. A collective, till then.
+        """At the first update of a process, all replicas must hold the same gradient. A collective of them, till then.
 
         Here and not in `step`: ranks that call that a different number of times would wait for each other for ever.
         """
         unprotected = self._link is not None and self._link.fatal is not None  # records nothing
-        gathered: list[dict[int, int] | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, None if unprotected else self._recorder.first_gradients or {})
-        told = {rank: digests for rank, digests in enumerate(gathered) if digests is not None}
+        gathered: list[dict[int, int] | None] = [None] * len(self._sharing)
+        digests = None if unprotected else self._recorder.first_gradients or {}
+        dist.all_gather_object(gathered, digests, group=self._sharing_group)
+        told = {rank: theirs for rank, theirs in zip(self._sharing, gathered, strict=True) if theirs is not None}
         if told and not any(told.values()):
             return  # an update without a gradient, on every rank
         self._compared = True
         self._recorder.first_gradients = None
-        first, ours = next(iter(told.items()), (0, {}))
-        for other, theirs in told.items():
-            different = [b for b in sorted(set(theirs) | set(ours)) if theirs.get(b) != ours.get(b)]
-            if different:
-                self.close(timeout=0)
-                names = ", ".join(self._layout.blocks[b].fqn for b in different[:3])
-                raise ReplicasDiffer(
-                    f"ranks {first} and {other} hold different gradients at optimizer.step(): {names}"
-                    f"{' and others' if len(different) > 3 else ''}. Every rank must apply the same averaged gradient: "
-                    "wrap the model in DistributedDataParallel, and edit gradients alike on all ranks."
-                )
+        if self._sharing_group is not None:
+            dist.destroy_process_group(self._sharing_group)
+        different: dict[tuple[int, int], list[str]] = {}
+        for number, block in enumerate(self._layout.blocks):
+            first, *others = [r for r in self._layout.replica_sets[block.replicas] if r in told] or [-1]
+            for other in others:
+                if told[other].get(number) != told[first].get(number):
+                    different.setdefault((first, other), []).append(block.fqn)
+        for (first, other), names in different.items():
+            self.close(timeout=0)
+            raise ReplicasDiffer(
+                f"ranks {first} and {other} hold different gradients at optimizer.step(): {', '.join(names[:3])}"
+                f"{' and others' if len(names) > 3 else ''}. Every rank that has a parameter must apply the same "
+                "averaged gradient: wrap the model in DistributedDataParallel, and edit gradients alike on all ranks. "
+                'Two parameters, as of two pipeline stages, need two names: nn.ModuleDict({"stage0": …}).'
+            )
 
     def _take_up_epoch(self, link: Link) -> None:
         """Between two steps: begin the epoch that the shadow asks for."""
@@ -408,6 +460,9 @@ class Checkpointer:
             "incarnation": str(link.incarnation) if link else None,
             "trouble": (str(link.fatal) if link.fatal else link.trouble) if link else "",
             "bytes_sent": link.bytes_sent if link else 0,
+            "bytes_tagged": self._mirror.collective.bytes_tagged if self._mirror else 0,
+            "bytes_repaired": link.bytes_repaired if link else 0,
+            "fallbacks": self._mirror.fallbacks if self._mirror else 0,
             "staging_bytes": self._pool.allocated_bytes,
             "staging_used_bytes": self._pool.used_bytes,
             "staging_parts_bytes": self._pool.charged_bytes,

@@ -33,10 +33,12 @@ from ..wire.messages import (
     Pong,
     Reanchor,
     Refusal,
+    Repair,
     Report,
     Resume,
     Spec,
 )  # fmt: skip
+from ..wire.packets import Flow
 from .staging import Batch, Pool
 
 log = logging.getLogger("checkmate")
@@ -56,11 +58,11 @@ class Link:
 
     def __init__(
         self, address: Address, run: str, attempt: Attempt, incarnation: Incarnation, rank: int, spec: Spec, pool: Pool,
-        *, epoch: int, life: int, step: int, token: bytes | None = None,
+        *, epoch: int, life: int, step: int, token: bytes | None = None, flow: Flow | None = None,
     ) -> None:  # fmt: skip
         self.address, self.run, self.incarnation, self.rank = address, run, incarnation, rank
         self.attempt = attempt
-        self.spec, self.pool, self.token = spec, pool, token
+        self.spec, self.pool, self.token, self.flow = spec, pool, token, flow
         self.changed = threading.Condition()  # guards what follows; never held while sending
         self.ack: Ack | None = None  #: the newest, of the present connection
         self.streaming = False  #: both connections stand
@@ -74,6 +76,7 @@ class Link:
         self.reports: deque[Report] = deque(maxlen=100)
         self.step = step
         self.bytes_sent = 0
+        self.bytes_repaired = 0  #: of these, because the network had not brought them
         self._failed: deque[int] = deque(maxlen=FAILURES)  #: the newest steps that the shadow could not apply
         self._life = life
         self._unsent: deque[Batch] = deque()
@@ -169,7 +172,9 @@ class Link:
                 self.bytes_sent += channel.bytes_sent - before
                 self._sending = None
                 void = self.ack is not None and batch.void(self.ack.epoch, self.ack.stable)
-                if void or batch.epoch < self.wanted or self.fatal is not None:
+                if batch.source is not None:
+                    self._repaired(batch, channel.bytes_sent - before)
+                elif not batch.repairs and (void or batch.epoch < self.wanted or self.fatal is not None):
                     batch.free(self.pool)
                 elif sent and channel is self._data:
                     self._sent.append(batch)
@@ -177,12 +182,26 @@ class Link:
                     self._unsent.appendleft(batch)
                 self.changed.notify_all()
 
+    def _repair(self, message: Repair) -> None:
+        """Send pieces of a step before all else. If they are lost on the way, the shadow asks again."""
+        sending = () if self._sending is None else (self._sending,)
+        for batch in (*self._sent, *sending, *self._unsent):
+            if batch.kept and (batch.epoch, batch.step) == (message.epoch, message.step):
+                self._unsent.extendleft(batch.repair(message.items))
+
+    def _repaired(self, repair: Batch, nbytes: int) -> None:
+        assert repair.source is not None
+        repair.source.repairs -= 1
+        self.bytes_repaired += nbytes
+
     def _forget(self, void: Callable[[Batch], bool]) -> None:
-        """Free every batch that is void, but for the one that is being sent."""
+        """Free every batch that is void, but for the one that is being sent, and those that repairs are sent from."""
         for name in ("_sent", "_unsent"):
             kept: deque[Batch] = deque()
             for batch in getattr(self, name):
-                if void(batch):
+                if batch.source is not None and void(batch):
+                    batch.source.repairs -= 1
+                elif void(batch) and not batch.repairs:
                     batch.free(self.pool)
                 else:
                     kept.append(batch)
@@ -292,7 +311,8 @@ class Link:
 
     def _join(self, control: Channel, spec: Spec | None) -> Joined:
         attempt = None if spec is None else self.attempt
-        control.send(Join(self.run, self.incarnation, self.rank, self.wanted, self._life, self.step, spec, attempt))
+        where = (self.wanted, self._life, self.step)
+        control.send(Join(self.run, self.incarnation, self.rank, *where, spec, attempt, self.flow))
         while True:
             match self._next(control):
                 case Joined() as joined:
@@ -336,6 +356,8 @@ class Link:
                 self._want(epoch, reason)
             case Anchoring(epoch, step):
                 self.anchoring = (epoch, step)
+            case Repair():
+                self._repair(message)
             case Reanchor(_, blocks, _):
                 self._reanchor.update(blocks)
             case Report():

@@ -18,6 +18,7 @@ from ..errors import Unsupported, UsageError
 from ..tensors import dtype_name, fingerprint
 from ..wire.frames import MAX_PART_BYTES
 from ..wire.messages import Block, Optimizer, Spec
+from .rendezvous import together
 
 #: What wrappers put into a parameter's name, and DCP's helpers take out again.
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
@@ -40,10 +41,10 @@ class Slot(NamedTuple):
 
 @dataclass
 class Shadowed:
-    """A model and its optimizers, by block number."""
+    """A model and its optimizers, by block number. Blocks are those of all ranks; this one may have only some."""
 
     spec: Spec
-    params: list[torch.nn.Parameter]
+    params: dict[int, torch.nn.Parameter]  #: those that are here, ascending
     number: dict[torch.nn.Parameter, int]
     optimizers: list[torch.optim.Optimizer]
     buffers: dict[str, Slot] = field(default_factory=dict)
@@ -105,11 +106,39 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], replay: str) -> Shadowed:
+class _Here(NamedTuple):
+    """What one rank has, without its tensors."""
+
+    blocks: list[Block]
+    optimizers: list[Optimizer]  #: whose members number these blocks
+    aliases: dict[str, str]
+
+
+def describe(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], replay: str, tap: str = "step"
+) -> Shadowed:
     """Name every parameter and check that the run can be shadowed. A collective where torch.distributed is initialised.
 
-    Raises Unsupported, naming the parameter or class and what to do instead.
+    Raises Unsupported, naming the parameter or class and what to do instead, on every rank.
     """
+    here, named, buffers = together(lambda: _look(model, optimizers))
+    ranks = [here]
+    if (world := dist.get_world_size() if dist.is_initialized() else 1) > 1:
+        ranks *= world
+        dist.all_gather_object(ranks, here)
+    blocks, sets = _replica_sets(ranks)
+    described = _optimizers(ranks, blocks, sets)
+    numerics = fingerprint(list(named.values()))
+    spec = Spec(world, sets, blocks, described, numerics, replay, _aliases(ranks, blocks), tap)
+    own = set(map(_box, here.blocks))
+    params = {i: named[block.fqn] for i, block in enumerate(blocks) if _box(block) in own}
+    return Shadowed(spec, params, {param: i for i, param in params.items()}, list(optimizers), buffers)
+
+
+def _look(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[_Here, dict[str, torch.nn.Parameter], dict[str, Slot]]:
+    """This rank's part of `describe`, with its parameters and buffers by FQN."""
     model = uncompiled(model)
     module = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     params: list[torch.nn.Parameter] = []
@@ -143,7 +172,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     trainable = {
         param for o in optimizers for group in o.param_groups for param in group["params"] if param.requires_grad
     }
-    local = [
+    blocks = [
         Block(
             name,
             dtype_name(p.dtype),
@@ -156,16 +185,10 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         )
         for name, p in zip(names, params, strict=True)
     ]
-    blocks, sets = _replica_sets(local)
-    by_name = dict(zip(names, params, strict=True))
-    params = [by_name[block.fqn] for block in blocks]
-    number = {param: i for i, param in enumerate(params)}
     described = [
         _describe_optimizer(o, [[number[p] for p in group["params"]] for group in o.param_groups]) for o in optimizers
     ]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    spec = Spec(world, sets, blocks, described, fingerprint(params), replay, aliases)
-    return Shadowed(spec, params, number, list(optimizers), buffers)
+    return _Here(blocks, described, aliases), dict(zip(names, params, strict=True)), buffers
 
 
 def _check_parameter(name: str, param: torch.nn.Parameter) -> None:
@@ -230,26 +253,63 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> bytes:
     return values.dumps([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
 
-def _replica_sets(local: list[Block]) -> tuple[list[Block], list[list[int]]]:
+def _box(block: Block) -> tuple[Any, ...]:
+    """What a block is, on whichever ranks: equal ones are replicas."""
+    return block.fqn, tuple(block.offsets), tuple(block.sizes)
+
+
+def _aliases(ranks: list[_Here], blocks: list[Block]) -> dict[str, str]:
+    """The second names of tied parameters, on any rank."""
+    tied = {alias: name for rank in reversed(ranks) for alias, name in rank.aliases.items()}
+    if odd := [block.fqn for block in blocks if block.fqn in tied]:
+        raise Unsupported(
+            f"parameter {odd[0]} is tied to {tied[odd[0]]} on some ranks, and a parameter of its own on others; give "
+            "it another name there"
+        )
+    return tied
+
+
+def _replica_sets(ranks: list[_Here]) -> tuple[list[Block], list[list[int]]]:
     """All ranks' blocks, each with the ranks that have it: replicas are found by content."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return local, [[0]]
-    gathered: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local)
     holders: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Block] = {}
-    for rank, theirs in enumerate(gathered):
-        for block in theirs:
-            key = (block.fqn, tuple(block.offsets), tuple(block.sizes), block.dtype)
-            holders.setdefault(key, []).append(rank)
-            first.setdefault(key, block)
-    everyone = list(range(len(gathered)))
-    for (fqn, _, sizes, dtype), ranks in holders.items():
-        if ranks != everyone:
-            raise Unsupported(
-                f"parameter {fqn} ({dtype}, {list(sizes)}) is on ranks {ranks} of {len(everyone)} only; this version "
-                "shadows models that every rank holds whole"
-            )
+    whole: dict[str, tuple[int, Block]] = {}
+    for rank, here in enumerate(ranks):
+        for block in here.blocks:
+            other, seen = whole.setdefault(block.fqn, (rank, block))
+            if (seen.dtype, seen.global_sizes) != (block.dtype, block.global_sizes):
+                raise Unsupported(
+                    f"parameter {block.fqn} is {seen.dtype} {list(seen.global_sizes)} on rank {other} and "
+                    f"{block.dtype} {list(block.global_sizes)} on rank {rank}: one name is one parameter, wherever it "
+                    'is; give pipeline stages names of their own, e.g. nn.ModuleDict({"stage0": …})'
+                )
+            holders.setdefault(_box(block), []).append(rank)
+            first.setdefault(_box(block), block)
     sets = sorted(set(map(tuple, holders.values())))
-    blocks = [msgspec.structs.replace(block, replicas=sets.index(tuple(holders[key]))) for key, block in first.items()]
+    number = {ranks: i for i, ranks in enumerate(sets)}
+    blocks = [msgspec.structs.replace(block, replicas=number[tuple(holders[key])]) for key, block in first.items()]
     return blocks, [list(ranks) for ranks in sets]
+
+
+def _optimizers(ranks: list[_Here], blocks: list[Block], sets: list[list[int]]) -> list[Optimizer]:
+    """Those of each lead, with the blocks that it leads. Raises Unsupported where replicas have theirs otherwise."""
+    number = {_box(block): i for i, block in enumerate(blocks)}
+    place: dict[int, tuple[int, str]] = {}
+    described = []
+    for rank, here in enumerate(ranks):
+        own = [number[_box(block)] for block in here.blocks]
+        mine = dict.fromkeys(own, "no optimizer")
+        for index, optimizer in enumerate(here.optimizers):
+            led = [[own[b] for b in group if sets[blocks[own[b]].replicas][0] == rank] for group in optimizer.members]
+            described.append(msgspec.structs.replace(optimizer, members=led, rank=rank))
+            for g, group in enumerate(optimizer.members):
+                mine |= dict.fromkeys((own[b] for b in group), f"group {g} of optimizer {index} ({optimizer.name})")
+        for block, where in mine.items():
+            other, theirs = place.setdefault(block, (rank, where))
+            if where != theirs:
+                raise Unsupported(
+                    f"parameter {blocks[block].fqn} is in {theirs} on rank {other}, but in {where} on rank {rank}; "
+                    "ranks that hold the same parameter must optimize it alike"
+                )
+    leads = {ranks[0] for ranks in sets}
+    return [optimizer for optimizer in described if optimizer.rank in leads]

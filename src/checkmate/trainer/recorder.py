@@ -20,12 +20,13 @@ from ..errors import Unsupported
 from ..layout import Layout
 from ..tensors import dtype_name, host_bytes
 from ..wire import messages
-from ..wire.messages import Anchor, Digest, Entry, Part, Update
+from ..wire.messages import Anchor, Digest, Entry, Part, Shard, Update
 from .changes import Watch
 from .link import Link
+from .mirror import Mirror
 from .model import Shadowed, hyper_parameters
 from .sidecar import Sidecars
-from .staging import Batch, Buffer, Pool, aligned
+from .staging import Batch, Buffer, Kept, Pool, aligned, part_of
 
 log = logging.getLogger("checkmate")
 
@@ -55,6 +56,7 @@ class Recorder:
             pool,
             sidecars,
         )
+        self.mirror: Mirror | None = None  #: with the network tap
         self.lead = rank in layout.leads
         self.epoch = 0
         self.gap = False  #: this epoch is over for us: nothing is kept until the next
@@ -62,10 +64,14 @@ class Recorder:
         self.at_once = False  #: anchor all blocks in one step
         self.link: Link | None = None
         self.on_full: Callable[[int], bool] = lambda nbytes: False  #: no room for so many bytes; True: try again
-        self._optimizer_of = [shadowed.optimizer_of(b) for b in range(len(shadowed.params))]
+        self._here = list(shadowed.params)
+        self._optimizer_of = {block: shadowed.optimizer_of(block) for block in self._here}
         self._ids: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
         self._blocks: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
-        self.watch = Watch(shadowed.params, [shadowed.optimizers[i] if i >= 0 else None for i in self._optimizer_of])
+        #: Of these, the blocks that this rank leads. Its parts speak of no others.
+        self._led: list[list[list[int]]] = [[] for _ in shadowed.optimizers]
+        optimizers = {block: shadowed.optimizers[i] for block, i in self._optimizer_of.items() if i >= 0}
+        self.watch = Watch(shadowed.params, optimizers)
         self._step_bytes = sum(aligned(piece.nbytes) for piece in layout.slices[rank].values())
         self._mine = [b for b, owner in enumerate(layout.owners) if owner == rank]
         self._checked_gradients = False
@@ -123,11 +129,11 @@ class Recorder:
     def distrust(self, index: int) -> None:
         """What this optimizer did in the open step may not be what was recorded: anchor its blocks with it."""
         if self._updates:
-            self._dirty.update(b for b, owner in enumerate(self._optimizer_of) if owner == index)
+            self._dirty.update(b for b, owner in self._optimizer_of.items() if owner == index)
 
     def distrust_all(self) -> None:
         """Anchor every block as the open step closes."""
-        self._dirty.update(range(len(self.shadowed.params)))
+        self._dirty.update(self._here)
 
     @property
     def lacking(self) -> int:
@@ -149,10 +155,11 @@ class Recorder:
         groups = hyper_parameters(optimizer)
         scale, inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         scaling = b"" if scale is None and inf is None else values.dumps((scale, inf))
-        told = members if members != self._sent_members[index] else None
+        led = self._led[index]
+        told = led if led != self._sent_members[index] else None
         agreement = xxh3(groups + scaling + repr(members).encode())
         if self.lead:
-            self._sent_members[index] = members
+            self._sent_members[index] = led
             update = Update(index, with_grad, agreement, groups, told, scaling)
         else:
             update = Update(index, with_grad, agreement)
@@ -162,7 +169,14 @@ class Recorder:
             self._note_kept(with_grad)
         if self.layout.world_size > 1:
             self._digest_gradients(number, with_grad, grads, step)
-        self._stage(number, step, with_grad, grads)
+        if self.mirror is not None:
+            update.shards, pieces = self.mirror.claim(number, with_grad, grads)
+        else:
+            slices = self.layout.slices[self.rank]
+            pieces = [(b, slices[b].offset, slices[b].nbytes) for b in with_grad if b in slices and slices[b].nbytes]
+            if self.layout.tap == "mirror":
+                update.shards = [Shard(*piece, number, 0) for piece in pieces]
+        self._stage(number, step, tuple(pieces), dict(zip(with_grad, grads, strict=True)))
 
     def _note_kept(self, with_grad: list[int]) -> None:
         """Are gradients zeroed in place? Then a new process must find zeros there, not None."""
@@ -171,14 +185,14 @@ class Recorder:
 
     def new_grads(self) -> list[torch.Tensor]:
         """Gradients to which something was added since the last step was closed, or that are new."""
-        grads = [(block, p.grad) for block, p in enumerate(self.shadowed.params) if p.grad is not None]
+        grads = [(block, p.grad) for block, p in self.shadowed.params.items() if p.grad is not None]
         known = self._last_grads
         return [g for b, g in grads if b not in known or known[b][0]() is not g or known[b][1] != g._version]
 
     def kept_names(self) -> list[str]:
         """FQNs of the parameters whose gradient lives on into the next step, if gradients did so far."""
-        grads = enumerate(param.grad for param in self.shadowed.params)
-        return [self._fqn(block) for block, grad in grads if grad is not None] if self.keeps_grads else []
+        kept = [block for block, param in self.shadowed.params.items() if param.grad is not None]
+        return [self._fqn(block) for block in kept] if self.keeps_grads else []
 
     def _members(self, index: int) -> list[list[int]]:
         """Blocks of each of an optimizer's groups. They change so rarely that they are looked up only if they did."""
@@ -186,6 +200,8 @@ class Recorder:
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if ids != self._ids[index]:
             self._ids[index], self._blocks[index] = ids, self.shadowed.members(optimizer)
+            lead = self.layout.lead
+            self._led[index] = [[b for b in group if lead(b) == self.rank] for group in self._blocks[index]]
             for block in (b for group in self._blocks[index] for b in group if self._optimizer_of[b] != index):
                 self._optimizer_of[block] = index
                 self.watch.adopt(block, optimizer)
@@ -221,20 +237,19 @@ class Recorder:
 
     first_gradients: dict[int, int] | None = None  #: digests of the first update, until they are compared
 
-    def _stage(self, number: int, step: int, blocks: list[int], grads: list[torch.Tensor]) -> None:
-        slices = self.layout.slices[self.rank]
-        mine = tuple(b for b in blocks if b in slices and slices[b].nbytes)
-        if not mine:
+    def _stage(
+        self, number: int, step: int, pieces: tuple[tuple[int, int, int], ...], grads: dict[int, torch.Tensor]
+    ) -> None:
+        """Copy these pieces of gradients (block, offset, bytes), to be sent."""
+        if not pieces:
             return
-        nbytes = sum(aligned(slices[b].nbytes) for b in mine)
+        nbytes = sum(aligned(nbytes) for _, _, nbytes in pieces)
         if (buffer := self._take(nbytes)) is None:
             self.gap = True
             return
-        targets, pieces = buffer.views(mine, lambda memory: self._views(memory, buffer, mine))
-        by_block = dict(zip(blocks, grads, strict=True))
-        sources = [self._part_of(by_block[b], slices[b].offset, slices[b].nbytes) for b in mine]
-        ready = copy_to_host(targets, sources)
-        self._put(Batch(step, self.epoch, number, pieces, buffers=[buffer], ready=ready))
+        targets, memory = buffer.views(pieces, lambda tensor: self._views(tensor, buffer, pieces))
+        ready = copy_to_host(targets, [part_of(grads[block], offset, nbytes) for block, offset, nbytes in pieces])
+        self._put(Batch(step, self.epoch, number, pieces=memory, buffers=[buffer], ready=ready))
 
     def _take(self, nbytes: int) -> Buffer | None:
         buffer = self.pool.take(nbytes)
@@ -243,24 +258,17 @@ class Recorder:
         return buffer
 
     def _views(
-        self, memory: torch.Tensor, buffer: Buffer, mine: tuple[int, ...]
+        self, memory: torch.Tensor, buffer: Buffer, wanted: tuple[tuple[int, int, int], ...]
     ) -> tuple[list[torch.Tensor], list[tuple[int, int, memoryview]]]:
-        """Where each slice goes in a buffer: as tensors to copy into, as bytes to send from."""
+        """Where each piece goes in a buffer: as tensors to copy into, as bytes to send from."""
         targets, pieces, at = [], [], 0
-        for block in mine:
-            piece, param = self.layout.slices[self.rank][block], self.shadowed.params[block]
-            view = memory[at : at + piece.nbytes].view(param.dtype)
-            targets.append(view.view(param.shape) if piece.nbytes == self.layout.blocks[block].nbytes else view)
-            pieces.append((block, piece.offset, buffer.memory[at : at + piece.nbytes]))
-            at += aligned(piece.nbytes)
+        for block, offset, nbytes in wanted:
+            param = self.shadowed.params[block]
+            view = memory[at : at + nbytes].view(param.dtype)
+            targets.append(view.view(param.shape) if nbytes == self.layout.blocks[block].nbytes else view)
+            pieces.append((block, offset, buffer.memory[at : at + nbytes]))
+            at += aligned(nbytes)
         return targets, pieces
-
-    @staticmethod
-    def _part_of(grad: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        size = grad.element_size()
-        if nbytes == grad.numel() * size:
-            return grad
-        return grad.reshape(-1)[offset // size : (offset + nbytes) // size]
 
     def _put(self, batch: Batch) -> None:
         if self.link is not None:
@@ -300,6 +308,8 @@ class Recorder:
                 self._settled |= counts
                 if not self._settled:
                     self._forget_sent()
+        if self.mirror is not None:
+            self.mirror.close(keep=False)
         if self.gap and not self._gap_told:
             self._gap_told = True
             self.gaps += 1
@@ -307,7 +317,7 @@ class Recorder:
             self._put(Batch(first, self.epoch, part=part, gap=True))
         self.updates = self._closing = 0
         self._updates, self._gradients, self._dirty = [], [], set()
-        grads = enumerate(param.grad for param in self.shadowed.params)
+        grads = ((block, param.grad) for block, param in self.shadowed.params.items())
         self._last_grads = {b: (weakref.ref(grad), grad._version) for b, grad in grads if grad is not None}
 
     def close_first(self, step: int) -> None:
@@ -331,7 +341,7 @@ class Recorder:
         buffers: list[Buffer],
     ) -> bool:
         """Queue the open step's part with what is anchored. False, with its buffers given back, if there is no room."""
-        part = self._part(step, anchors)
+        part, kept = self._part(step, anchors), list[Kept]()
         # As with anchors: whatever its sidecars take, two such steps must fit.
         need = 2 * (self._step_bytes + len(part)) + sum(map(len, buffers))
         self.pool.limit_bytes = max(self.pool.limit_bytes, need)
@@ -342,13 +352,19 @@ class Recorder:
             for buffer in buffers:
                 self.pool.give(buffer)
             return False
-        self._put(Batch(step, self.epoch, part=part, anchors=pieces, buffers=buffers, charged=len(part)))
+        if self.mirror is not None:
+            kept, memory = self.mirror.close(keep=True)
+            buffers = buffers + memory
+        batch = Batch(step, self.epoch, part=part, anchors=pieces, buffers=buffers, charged=len(part), kept=kept)
+        self._put(batch)
         return True
 
     def _part(self, step: int, anchors: list[Anchor]) -> bytes:
         optimizers = self.shadowed.optimizers
         groups = [hyper_parameters(o) for o in optimizers] if self.lead else None
-        members = [self._members(i) for i in range(len(optimizers))] if self.lead else None
+        for index in range(len(optimizers)):
+            self._members(index)
+        members = list(self._led) if self.lead else None
         part = Part(
             self.rank, step, self.epoch,
             updates=self._updates,
@@ -426,9 +442,9 @@ class Recorder:
 
     def _audit(self) -> list[Digest]:
         """One window of this rank's parameters or optimizer state, in rotation."""
-        if self._unanchored or not self.shadowed.params or self.shadowed.params[0].device.type != "cpu":
+        if self._unanchored or not self._here or self.shadowed.params[self._here[0]].device.type != "cpu":
             return []
-        block = self._audit_block % len(self.shadowed.params)
+        block = self._here[self._audit_block % len(self._here)]
         anchor, tensors = self._anchor(block)
         if self._audit_entry >= len(tensors):  # the optimizer has dropped some of its state
             self._audit_entry = self._audit_offset = 0
@@ -448,7 +464,7 @@ class Recorder:
     def digests(self) -> list[Digest]:
         """Every parameter and state tensor of this rank, whole, as they are now."""
         found = []
-        for block in range(len(self.shadowed.params)):
+        for block in self._here:
             anchor, tensors = self._anchor(block)
             for entry, tensor in zip(anchor.entries, tensors, strict=True):
                 found.append(Digest(block, entry.key, 0, entry.nbytes, xxh3(host_bytes(tensor))))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import CheckmateError, Mismatch, ProtocolError, Refused, StepNotFound, Unreachable
+from ..layout import match_optimizers
 from ..recovery import Reader, open_channel
 from ..transport.base import Channel, call
 from ..transport.tcp import Address
@@ -46,6 +47,15 @@ def together(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
+
+
+def on_all_ranks(value: T) -> list[T]:
+    """This value of every rank. A collective."""
+    _, world = rank_and_world()
+    found = [value] * world
+    if world > 1:
+        dist.all_gather_object(found, value)
+    return found
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:
@@ -188,29 +198,11 @@ def check_fit(spec: Spec, leased: Leased) -> None:
             differences.append(
                 f"{fqn} is {a.dtype} {list(a.sizes)} in the model, {b.dtype} {list(b.sizes)} in the checkpoint"
             )
-    names = [f"{o.module}.{o.name}" for o in spec.optimizers]
-    held = [f"{o.module}.{o.name}" for o in leased.optimizers]
-    if names != held:
-        differences.append(f"the optimizers are {names} here, {held} in the checkpoint")
-    else:
-        for i, (mine, other) in enumerate(zip(spec.optimizers, leased.optimizers, strict=True)):
-            here = [[spec.blocks[b].fqn for b in group] for group in mine.members]
-            there = [[leased.held[b].block.fqn for b in group] for group in other.members]
-            if here != there[: len(here)]:
-                differences.append(
-                    f"optimizer {i} ({mine.name}) groups its parameters differently: {_first_difference(here, there)}"
-                )
+    try:
+        match_optimizers(spec, [held.block for held in leased.held], leased.optimizers)
+    except Mismatch as error:
+        differences.append(str(error))
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         listed = "; ".join(sorted(differences)[:5])
         raise Mismatch(f"the checkpoint does not fit: {listed}{more}. Nothing was changed on either side.")
-
-
-def _first_difference(here: list[list[str]], there: list[list[str]]) -> str:
-    if len(here) > len(there):
-        return f"{len(here)} groups here, {len(there)} in the checkpoint"
-    for number, (a, b) in enumerate(zip(here, there, strict=False)):
-        if a != b:
-            odd = sorted(set(a) ^ set(b))
-            return f"group {number} differs in {odd[:3] or 'the order of its parameters'}"
-    return "no difference"

@@ -1,8 +1,8 @@
 """Sidecars: what belongs to a step and is not a gradient, taken by value as the step is closed.
 
 Entries are named: ``rng``, ``buffer:<fqn>``, ``stateful:<name>``, ``batches:<n>``, ``buckets``, ``grads``. Only those
-that changed are sent. What every rank has alike is sent by rank 0 alone: buffers that DDP broadcasts anyway, the order
-of its buckets, and which gradients are kept.
+that changed are sent. What replicas have alike is sent by the first of them alone: buffers that DDP broadcasts anyway,
+the order of its buckets, and which gradients are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .model import Slot
 
 log = logging.getLogger("checkmate")
 
-#: Entries that rank 0 sends for all, besides buffers.
+#: Entries that the first of several replicas sends for all, besides buffers.
 SHARED = frozenset(("buckets", "grads"))
 SLOW_S, LARGE_BYTES = 1e-3, 1 << 20
 #: Slow so many times in a row: on a busy machine anything is slow once.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ ALIGN_BYTES = 64
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def part_of(grad: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """These bytes of a gradient, in row-major order; the whole keeps its shape."""
+    size = grad.element_size()
+    if nbytes == grad.numel() * size:
+        return grad
+    return grad.reshape(-1)[offset // size : (offset + nbytes) // size]
 
 
 class Buffer:
@@ -98,6 +106,16 @@ class Pool:
             self.used_bytes -= len(buffer)
 
 
+class Kept(NamedTuple):
+    """A piece of a gradient that left through the collective, kept in case that the shadow has not overheard it."""
+
+    block: int
+    offset: int
+    memory: memoryview
+    update: int
+    round: int
+
+
 @dataclass(slots=True)
 class Batch:
     """Something to send, kept until its step is stable: pieces of tensors, then the part, then pieces of anchors."""
@@ -105,6 +123,7 @@ class Batch:
     step: int
     epoch: int
     update: int = 0
+    round: int = 0
     pieces: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: gradient: block, offset in it, bytes
     part: bytes = b""
     anchors: list[tuple[int, int, memoryview]] = field(default_factory=list)  #: block, entry, bytes
@@ -112,6 +131,9 @@ class Batch:
     charged: int = 0  #: bytes of the part that count as staging memory; 0 for one that must be sent in any case
     ready: Callable[[], None] | None = None  #: waits until the device has filled the buffers
     gap: bool = False  #: says that the step was not kept, which must be heard although later steps may count already
+    kept: list[Kept] = field(default_factory=list)  #: sent only if asked for
+    repairs: int = 0  #: batches on their way that send from this one's memory
+    source: Batch | None = None  #: the batch whose memory this repair sends; it is sent once, and not kept
 
     def void(self, epoch: int, step: int) -> bool:
         """Whether a shadow that has all up to `step` of `epoch` has no use for this any more."""
@@ -124,13 +146,31 @@ class Batch:
         pool.discharge(self.charged)
         self.buffers, self.charged = [], 0
 
+    def repair(self, items: Sequence[tuple[int, int, int, int, int]]) -> list[Batch]:
+        """What to send for these: block, update, round, offset, bytes. What is not kept here is left out."""
+        found: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}
+        kept = {(k.block, k.update, k.round): k for k in self.kept}
+        for block, update, round_, offset, nbytes in items:
+            if (piece := kept.get((block, update, round_))) is None:
+                continue
+            first, last = max(offset, piece.offset), min(offset + nbytes, piece.offset + len(piece.memory))
+            if first < last:
+                memory = piece.memory[first - piece.offset : last - piece.offset]
+                found.setdefault((update, round_), []).append((block, first, memory))
+        self.repairs += len(found)
+        return [
+            Batch(self.step, self.epoch, update, round_, pieces, source=self)
+            for (update, round_), pieces in found.items()
+        ]
+
     def frames(self, incarnation: bytes, rank: int) -> Iterator[tuple[Header, memoryview]]:
         """All frames of this batch, in the order in which they must leave."""
         if self.ready is not None:
             self.ready()
 
         def header(kind: Kind, piece: memoryview, block: int = 0, entry: int = 0, offset: int = 0) -> Header:
-            return Header(kind, len(piece), incarnation, rank, self.epoch, self.step, block, self.update, entry, offset)
+            place = (block, self.update, entry, offset, self.round)
+            return Header(kind, len(piece), incarnation, rank, self.epoch, self.step, *place)
 
         for block, offset, memory in self.pieces:
             for start in range(0, len(memory), MAX_BULK_BYTES):

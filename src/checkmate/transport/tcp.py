@@ -62,9 +62,14 @@ def connect(address: Address, timeout_s: float) -> Channel:
         sock = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise ConnectionError(f"cannot connect to {address}: {error.strerror or error}") from None
-    _connections.add(sock)
+    not_in_children(sock)
     tune(sock)
     return Channel(sock, str(address))
+
+
+def not_in_children(sock: socket.socket) -> None:
+    """Have this socket closed in processes that are forked from here."""
+    _connections.add(sock)
 
 
 def listen(address: Address) -> socket.socket:

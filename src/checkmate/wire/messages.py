@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import ProtocolError, UsageError
+from .packets import Flow
 
 FEW, SOME, MANY = Meta(max_length=1 << 10), Meta(max_length=1 << 16), Meta(max_length=1 << 20)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -60,12 +61,17 @@ class Block(_Record):
 
 
 class Optimizer(_Record):
-    """An optimizer class by name, with the hyper-parameters and blocks of its groups at attach."""
+    """An optimizer class by name, with the hyper-parameters of its groups and their blocks, at attach.
+
+    There is one for each optimizer of each lead, with the blocks that this rank leads. Those of one rank stand in the
+    order in which it numbers them, as its replicas do.
+    """
 
     module: Name
     name: Name
     groups: bytes  #: values: list of dict, one per param group, without "params"
     members: Groups  #: block numbers of each group, in the group's order
+    rank: Count = 0  #: the lead
 
 
 class Fingerprint(_Record):
@@ -88,6 +94,7 @@ class Spec(_Record):
     fingerprint: Fingerprint
     replay: Word = "match"
     aliases: Annotated[dict[Name, Name], MANY] = {}  #: FQN of a tied parameter -> FQN of its block
+    tap: Word = "step"  #: "step", or "mirror": frames come through the network too, in slices that parts name
 
 
 class Incarnation(_Record):
@@ -113,15 +120,31 @@ class Attempt(_Record):
 # ---------------------------------------------------------------- parts
 
 
+class Shard(_Record):
+    """Where the shadow finds bytes ``[offset, offset + nbytes)`` of a gradient, with tap="mirror".
+
+    In the frames of `round` that say `update`, which the network has copied to it; `round` 0: in those that this rank
+    has sent for the very update. The optimizer used these bytes multiplied by `factor`.
+    """
+
+    block: Count
+    offset: Count
+    nbytes: Count
+    update: Count
+    round: Annotated[int, Meta(ge=0, le=65535)]
+    factor: float = 1.0
+
+
 class Update(_Record):
     """One ``optimizer.step()`` that happened. Ranks other than a lead leave `groups` empty and `members` None."""
 
-    optimizer: Count
+    optimizer: Count  #: as this rank numbers its own
     blocks: Numbers  #: blocks with a gradient, ascending
     agreement: Hash  #: XXH3-64 over the whole record as this rank saw it
     groups: bytes = b""  #: values: hyper-parameters by value as this update used them
-    members: Groups | None = None  #: sent when changed since the last update sent
+    members: Groups | None = None  #: of blocks that this rank leads; sent when changed since the last update sent
     scaling: bytes = b""  #: values: (grad_scale, found_inf) of an optimizer that unscales by itself
+    shards: Annotated[list[Shard], MANY] | None = None  #: this rank's; None: its slices of the layout, all sent
 
 
 class Entry(_Record):
@@ -137,7 +160,7 @@ class Anchor(_Record):
     """A block's whole state at the end of this step; its bytes come in ANCHOR frames."""
 
     block: Count
-    optimizer: int  #: index of the optimizer that has the block, -1 for none
+    optimizer: int  #: which of this rank's optimizers has the block, -1 for none
     entries: Annotated[list[Entry], Meta(max_length=64)]
     values: bytes  #: values: dict of optimizer state that is not a tensor
     reason: Text = ""
@@ -165,8 +188,8 @@ class Part(_Message):
     anchors: Annotated[list[Anchor], MANY] = []
     audits: Annotated[list[Digest], MANY] = []
     gradients: Annotated[list[Digest], MANY] = []  #: of whole blocks: replicas must agree on them
-    groups: Annotated[list[bytes], SOME] | None = None  #: values: each optimizer's groups; None: as before
-    members: Annotated[list[Groups], SOME] | None = None  #: of each optimizer; None: as before
+    groups: Annotated[list[bytes], SOME] | None = None  #: values: each optimizer's groups, of a lead; None: as before
+    members: Annotated[list[Groups], SOME] | None = None  #: of each, the blocks that this lead leads; None: as before
     sidecar: Entries = {}  #: names not listed stand as before
     dropped: Annotated[list[Word], SOME] = []  #: sidecar names that exist no more
 
@@ -270,6 +293,7 @@ class Join(_Message):
     step: Count  #: newest step that this rank has closed
     spec: Spec | None = None
     attempt: Attempt | None = None  #: comes along with the spec
+    flow: Flow | None = None  #: with tap="mirror": the connection whose packets the network copies to the shadow
 
 
 class Joined(_Message):
@@ -327,6 +351,14 @@ class Reanchor(_Message):
     reason: Text
 
 
+class Repair(_Message):
+    """Send these pieces of `step` again, from memory, on the data connection: the network has not brought them."""
+
+    epoch: Count
+    step: Count
+    items: Annotated[list[tuple[Count, Count, Count, Count, Count]], MANY]  #: block, update, round, offset, nbytes
+
+
 class Report(_Message):
     """Something to tell the user. `kind`: "differs" (audit), "replicas", "refused", "memory", "note"."""
 
@@ -372,7 +404,7 @@ class Held(_Record):
     """A block as the lease holds it."""
 
     block: Block
-    optimizer: int
+    optimizer: int  #: index into `Leased.optimizers`, -1 for none
     entries: Annotated[list[Entry], Meta(max_length=64)]
     values: bytes
 
@@ -387,6 +419,7 @@ class Leased(_Message):
     aliases: Annotated[dict[Name, Name], MANY]
     sidecars: Annotated[dict[Count, Annotated[list[Word], SOME]], MANY]  #: names by rank
     fingerprint: Fingerprint
+    replica_sets: Annotated[list[Numbers], MANY]  #: of the ranks that closed the step, to whom the sidecars belong
 
 
 class Read(_Message):
@@ -423,7 +456,7 @@ class Done(_Message):
 
 Control = (
     Hello | Challenge | Proof | Welcome | Refusal | Prepare | Prepared | Adopt | Adopted | Join | Joined | Attach
-    | Ack | Stable | Resume | Anchoring | Reanchor | Report | Ping | Pong | Audit | Audited
+    | Ack | Stable | Resume | Anchoring | Reanchor | Repair | Report | Ping | Pong | Audit | Audited
     | Lease | Leased | Read | ReadSidecar | Sidecar | GetStatus | Status | Remove | Done
 )  # fmt: skip
 

@@ -39,6 +39,21 @@ class RangeSet:
         i = bisect_right(self._starts, start) - 1
         return start >= stop or (i >= 0 and self._stops[i] >= stop)
 
+    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of ``[start, stop)`` that are not in the set, ascending."""
+        gaps = []
+        for first, last in zip(self._starts, self._stops, strict=True):
+            if last <= start:
+                continue
+            if first >= stop:
+                break
+            if start < first:
+                gaps.append((start, first))
+            start = last
+        if start < stop:
+            gaps.append((start, stop))
+        return gaps
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 

@@ -1,0 +1,1 @@
+"""What makes a switch replicate gradients: a description of the cluster, the rules it asks for, two kinds of switch."""

@@ -1,0 +1,189 @@
+"""The connections of the collective: between every two ranks of a process group one, and one tagged to the next rank.
+
+Addresses are exchanged over the process group itself, with a secret by which each rank knows its peers' connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckmateError, Unreachable, UsageError
+from ..transport.tcp import not_in_children, tune
+from ..wire.packets import Flow
+from .collective import Peer
+
+#: What a connection begins with: the group's secret, the rank that connects, whether the connection is tagged.
+_HELLO = struct.Struct("<16sI?")
+_SIOCGIFADDR = 0x8915
+#: As torch.distributed has them: the interface whose address a rank gives to its peers.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Seconds after which an operation of this group fails."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(Exception):  # the group has no backend for that device
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout.total_seconds()
+    return dist.default_pg_timeout.total_seconds()
+
+
+def local_address(interface: str | None) -> str:
+    """The address under which peers reach this rank. Raises UsageError for an interface that has none."""
+    named = interface or next((os.environ[name] for name in _INTERFACES if os.environ.get(name)), None)
+    if named is not None:
+        return _address_of(named)
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with contextlib.suppress(OSError):
+        family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: asks for the route
+            return str(probe.getsockname()[0])
+    raise UsageError(f"there is no route to MASTER_ADDR={master}; name the network interface with interface=")
+
+
+def _address_of(named: str) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return str(socket.getaddrinfo(named, 0, flags=socket.AI_NUMERICHOST)[0][4][0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", named.encode()[:15]))
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise UsageError(f"interface {named!r} has no IPv4 address ({error.strerror}); there are {names}") from None
+    return socket.inet_ntoa(found[20:24])
+
+
+def mark(sock: socket.socket, dscp: int) -> None:
+    """Have all packets of this socket marked, its first included."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+
+
+def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) -> tuple[list[Peer | None], Flow]:
+    """Connect every rank of `group` with every other. A collective. Also returns the flow of this rank's tagged frames.
+
+    Raises UsageError, or Unreachable with the address that did not answer.
+    """
+    rank, world, timeout_s = dist.get_rank(group), dist.get_world_size(group), group_timeout_s(group)
+    deadline = time.monotonic() + timeout_s
+    found: tuple[str, int] | str
+    listener: socket.socket | None = None
+    try:
+        address = local_address(interface)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=2 * world)
+        found = (address, listener.getsockname()[1])
+    except (OSError, CheckmateError) as error:  # the others must not wait for this rank
+        found = f"{error}"
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, (found, secrets.token_bytes(16)), group=group)
+    addresses, secret = [told[0] for told in gathered], gathered[0][1]
+    try:
+        for other, told in enumerate(addresses):
+            if isinstance(told, str):
+                raise UsageError(f"rank {other} of the group cannot be reached by its peers: {told}")
+        loops = [other for other, (host, _) in enumerate(addresses) if host.startswith("127.") or host == "::1"]
+        if loops and len(loops) < world:
+            raise UsageError(
+                f"ranks {loops} of the group know themselves only by a loopback address, the others do not; name the "
+                "network interface with interface= or GLOO_SOCKET_IFNAME"
+            )
+        assert listener is not None
+        return _connect(rank, addresses, secret, listener, dscp, deadline)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _connect(
+    rank: int, addresses: list[tuple[str, int]], secret: bytes, listener: socket.socket, dscp: int, deadline: float
+) -> tuple[list[Peer | None], Flow]:
+    """Every rank connects to those after it, and tagged to the next one; the others connect to it."""
+    world = len(addresses)
+    plain: dict[int, socket.socket] = {}
+    tagged: dict[int, socket.socket] = {}
+    opened: list[socket.socket] = []
+    following = (rank + 1) % world
+    try:
+        for other in range(rank + 1, world):
+            plain[other] = _open(addresses[other], addresses[rank][0], None, deadline)
+            opened.append(plain[other])
+            plain[other].sendall(_HELLO.pack(secret, rank, False))
+        tagged_out = _open(addresses[following], addresses[rank][0], dscp, deadline)
+        opened.append(tagged_out)
+        tagged_out.sendall(_HELLO.pack(secret, rank, True))
+        while len(plain) < world - 1 or not tagged:
+            sock, other, is_tagged = _accept(listener, secret, deadline)
+            opened.append(sock)
+            (tagged if is_tagged else plain)[other] = sock
+    except BaseException:
+        for sock in opened:
+            sock.close()
+        raise
+    for sock in opened:
+        not_in_children(sock)
+        tune(sock)
+        sock.settimeout(None)
+    peers = [
+        None if other == rank else Peer(plain[other], tagged_out if other == following else None, tagged.get(other))
+        for other in range(world)
+    ]
+    source, target = tagged_out.getsockname(), tagged_out.getpeername()
+    return peers, Flow(source[0], source[1], target[0], target[1], dscp)
+
+
+def _open(address: tuple[str, int], source: str, dscp: int | None, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if dscp is not None:
+            mark(sock, dscp)
+        sock.bind((source, 0))
+        sock.settimeout(max(0.1, deadline - time.monotonic()))
+        sock.connect(address)
+    except OSError as error:
+        sock.close()
+        host, port = address
+        raise Unreachable(
+            f"cannot connect from {source} to a peer at {host}:{port}: {error.strerror or error}; the ranks of a "
+            "process group must reach each other on all ports of the interface that interface= names"
+        ) from None
+    return sock
+
+
+def _accept(listener: socket.socket, secret: bytes, deadline: float) -> tuple[socket.socket, int, bool]:
+    """The next connection of a peer; of anybody else, none."""
+    while True:
+        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise Unreachable("not every peer has connected within the process group's timeout") from None
+        hello = bytearray(_HELLO.size)
+        try:
+            sock.settimeout(5.0)
+            received = 0
+            while received < len(hello):
+                count = sock.recv_into(memoryview(hello)[received:])
+                if count == 0:
+                    raise ConnectionError
+                received += count
+            given, other, tagged = _HELLO.unpack(hello)
+            if secrets.compare_digest(given, secret):
+                return sock, other, tagged
+        except OSError:
+            pass
+        sock.close()

@@ -1,0 +1,235 @@
+"""The collective, with real sockets: all of its ranks are in this process, for what they do is done by threads."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+from checkmate.tensors import bytes_of
+from checkmate.trainer.collective import UNLABELLED, Collective, Label, Operation, Peer
+from checkmate.trainer.peers import _connect
+from checkmate.trainer.shards import NO_BLOCK, Place, Plan
+from checkmate.wire.frames import HEADER_BYTES, Header, decode_header
+from checkmate.wire.seal import TRAILER_BYTES, Seal
+
+SEED = random.SystemRandom().randrange(2**32)
+SECRET = bytes(range(16))
+TAKES_S = 60.0
+
+Make = Callable[..., list[Collective]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """All ranks of a collective, connected over loopback."""
+    print(f"seed {SEED}")
+    made: list[Collective] = []
+
+    def collectives(
+        world: int, timeout_s: float = 30.0, seal: Callable[[bytes], Seal] | None = None
+    ) -> list[Collective]:
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(world)]
+        addresses = [listener.getsockname()[:2] for listener in listeners]
+        peers: list[list[Peer | None]] = [[] for _ in range(world)]
+
+        def connect(rank: int) -> None:
+            peers[rank], _ = _connect(rank, addresses, SECRET, listeners[rank], 43, time.monotonic() + 30)
+            listeners[rank].close()
+
+        threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        made.extend(ranks := [Collective(r, peers[r], timeout_s, seal) for r in range(world)])
+        return ranks
+
+    yield collectives
+    for collective in made:
+        collective.close()
+
+
+def begin(
+    collective: Collective, bucket: torch.Tensor, places: list[Place] | None = None, label: Label = UNLABELLED
+) -> Operation:
+    nbytes = bucket.numel() * bucket.element_size()
+    plan = Plan(nbytes, collective.world, [Place(0, 0, nbytes)] if places is None else places)
+    first, stop = plan.bounds[collective.rank]
+    return collective.begin(bucket, plan, memoryview(bytearray(stop - first)), label)
+
+
+def done(operation: Operation) -> torch.Tensor:
+    """Its result, however it ends; a future that never ends fails the test."""
+    limit = time.monotonic() + TAKES_S
+    while not operation.done.done():
+        assert time.monotonic() < limit, "the operation does not end"
+        time.sleep(0.001)
+    return operation.done.value()
+
+
+def average(values: list[torch.Tensor]) -> torch.Tensor:
+    """As DDP divides, in the order of ranks."""
+    total = values[0] / len(values)
+    for value in values[1:]:
+        total = total + value / len(values)
+    return total
+
+
+def values_of(world: int, count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world)]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("world", range(2, 17))
+def test_every_rank_gets_the_same_sum_bit_for_bit(make: Make, world: int) -> None:
+    ranks = make(world)
+    sizes = random.Random(SEED).sample(range(1, 3000), 3)
+    for number, count in enumerate([1, world - 1, world, *sizes, 200_003]):
+        dtype = DTYPES[number % len(DTYPES)]
+        values = values_of(world, count, dtype, SEED + number)
+        buckets = [value.clone() for value in values]
+        for operation in [begin(c, b) for c, b in zip(ranks, buckets, strict=True)]:
+            done(operation)
+        assert all(torch.equal(bucket, average(values)) for bucket in buckets), f"{count} elements of {dtype}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_several_buckets_at_once_with_ranks_that_are_late(make: Make, world: int, dtype: torch.dtype) -> None:
+    ranks, rng = make(world), random.Random(SEED)
+    counts = [rng.randrange(1, 900_000) for _ in range(5)]
+    values = [values_of(world, count, dtype, SEED + i) for i, count in enumerate(counts)]
+    results: list[list[torch.Tensor]] = [[] for _ in range(world)]
+
+    def train(rank: int, delays: list[float]) -> None:
+        operations = []
+        for number, delay in enumerate(delays):
+            time.sleep(delay)
+            operations.append(begin(ranks[rank], values[number][rank].clone()))
+        results[rank] = [done(operation) for operation in operations]
+
+    threads = [threading.Thread(target=train, args=(r, [rng.random() / 20 for _ in counts])) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(len(counts)):
+        expected = average(values[number])
+        assert all(torch.equal(results[rank][number], expected) for rank in range(world))
+
+
+def test_another_order_of_ranks_would_be_noticed(make: Make) -> None:
+    """The negative control: sums that are equal but for their order are not equal in bits."""
+    values = values_of(3, 10_000, torch.float32, SEED)
+    bucket = [value.clone() for value in values]
+    for operation in [begin(c, b) for c, b in zip(make(3), bucket, strict=True)]:
+        done(operation)
+    assert torch.equal(bucket[0], average(values))
+    assert not torch.equal(bucket[0], average(values[::-1]))
+
+
+def test_half_precision_does_not_overflow_in_the_sum(make: Make) -> None:
+    buckets = [torch.full((100,), 40_000.0, dtype=torch.float16) for _ in range(2)]
+    for operation in [begin(c, b) for c, b in zip(make(2), buckets, strict=True)]:
+        assert torch.equal(done(operation), torch.full((100,), 40_000.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_tagged_connections_carry_each_byte_of_each_block_once(make: Make, sealed: bool) -> None:
+    """Read from the peers' sockets, as a switch would see them: rank 0's tagged connection ends in this test."""
+    world, label = 3, Label(bytes(range(16)), epoch=2, step=7, update=1, round=3)
+    seal = (lambda incarnation: Seal(b"secret", "run", incarnation)) if sealed else None
+    ranks = make(world, seal=seal)
+    count = 400_000
+    places = [Place(5, 0, 400_000), Place(NO_BLOCK, 400_000, 4), Place(2, 400_004, 1_199_996)]
+    values = values_of(world, count, torch.float32, SEED)
+    heard = [_Tee(collective, sealed) for collective in ranks]
+    for operation in [begin(c, v.clone(), places, label) for c, v in zip(ranks, values, strict=True)]:
+        done(operation)
+    found = {5: bytearray(400_000), 2: bytearray(1_199_996)}
+    times = {block: bytearray(len(memory)) for block, memory in found.items()}
+    for rank, tee in enumerate(heard):
+        for header, payload, trailer in tee.frames():
+            assert (header.incarnation, header.rank, header.epoch) == (label.incarnation, rank, 2)
+            assert (header.step, header.update, header.round) == (7, 1, 3)
+            if sealed:
+                assert Seal(b"secret", "run", label.incarnation).holds(rank, tee.head, payload, trailer)
+            if header.block != NO_BLOCK:
+                place = slice(header.offset, header.offset + header.length)
+                found[header.block][place] = payload
+                times[header.block][place] = bytes(n + 1 for n in times[header.block][place])
+    expected = bytes(bytes_of(average(values)))
+    assert found[5] == expected[:400_000]
+    assert found[2] == expected[400_004:]
+    assert all(set(counts) == {1} for counts in times.values())
+
+
+def test_a_peer_that_is_gone_ends_the_collective_everywhere(make: Make) -> None:
+    ranks = make(3)
+    operations = [begin(ranks[rank], torch.ones(300_000)) for rank in (0, 1)]
+    ranks[2].hang_up()
+    for operation in operations:
+        with pytest.raises((ConnectionError, OSError)):
+            done(operation)
+    with pytest.raises((ConnectionError, OSError)):
+        done(begin(ranks[0], torch.ones(5)))
+
+
+def test_a_peer_that_stops_ends_the_collective_within_the_timeout(make: Make) -> None:
+    ranks = make(3, timeout_s=1.0)
+    began = time.monotonic()
+    operations = [begin(ranks[rank], torch.ones(300_000)) for rank in (0, 1)]  # rank 2 never comes
+    for operation in operations:
+        with pytest.raises((TimeoutError, ConnectionError, OSError)):
+            done(operation)
+    assert 0.9 < time.monotonic() - began < 3.0
+
+
+def test_ranks_that_reduce_different_buckets_are_told(make: Make) -> None:
+    ranks = make(2)
+    first, second = begin(ranks[0], torch.ones(1000)), begin(ranks[1], torch.ones(1001))
+    errors = []
+    for operation in (first, second):
+        with pytest.raises(ConnectionError) as caught:
+            done(operation)
+        errors.append(str(caught.value))
+    assert any("different bucket" in text or "another bucket" in text for text in errors), errors
+
+
+def test_an_empty_bucket_is_done_at_once(make: Make) -> None:
+    for collective in make(2):
+        assert begin(collective, torch.empty(0)).done.done()
+
+
+class _Tee:
+    """What leaves on a rank's tagged connection."""
+
+    def __init__(self, collective: Collective, sealed: bool) -> None:
+        self._trailer_bytes = TRAILER_BYTES if sealed else 0
+        self._data = bytearray()
+        self._queue, collective._tagged = collective._tagged, self  # type: ignore[assignment]
+
+    def put(self, message: object) -> None:
+        if message is not None:
+            self._data += b"".join(message.buffers)  # type: ignore[attr-defined]
+        self._queue.put(message)  # type: ignore[arg-type]
+
+    def frames(self) -> Iterator[tuple[Header, memoryview, memoryview]]:
+        data, at = memoryview(bytes(self._data)), 0
+        while at < len(data):
+            header, digest = decode_header(data[at : at + HEADER_BYTES])
+            payload = data[at + HEADER_BYTES : at + HEADER_BYTES + header.length]
+            assert xxh3_64_intdigest(payload) == digest
+            self.head = bytes(data[at : at + HEADER_BYTES])
+            at += HEADER_BYTES + header.length + self._trailer_bytes
+            yield header, payload, data[at - self._trailer_bytes : at]
