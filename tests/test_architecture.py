@@ -21,14 +21,15 @@ LAYERS = (
     ("values", "wire"),
     ("layout", "tensors"),
     ("shadow.partition", "shadow.pieces", "shadow.replay", "transport"),
-    ("recovery",),
+    ("recovery", "switch"),
     ("shadow", "trainer"),
+    ("lab",),
     ("demo",),
     ("bench",),
     ("cli",),
     ("__main__", ""),
 )
-SANS_IO = ("wire", "layout", "shadow.partition")
+SANS_IO = ("wire", "layout", "shadow.partition", "shadow.repairs", "switch.rules")
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",
      "socket", "ssl", "subprocess", "threading", "time", "torch", "numpy")

@@ -30,7 +30,9 @@ WORDS = {
 FINGERPRINT_HEX = "95 a6322e31332e30 a441565832 01 c2 a3637075"
 BLOCK_HEX = f"98 {WORDS['net.weight']} {WORDS['float32']} 04 920000 920203 920203 00 c3"
 SGD_HEX = f"95 {WORDS['torch.optim']} {WORDS['SGD']} c40147 919100 00"
-SPEC_HEX = f"97 01 919100 91{BLOCK_HEX} 91{SGD_HEX} {FINGERPRINT_HEX} a56d61746368 81a474696564{WORDS['net.weight']}"
+SPEC_HEX = (
+    f"98 01 919100 91{BLOCK_HEX} 91{SGD_HEX} {FINGERPRINT_HEX} a56d61746368 81a474696564{WORDS['net.weight']} a473746570"
+)
 ME_HEX = f"92 03 c410{ID.hex()}"
 DIGEST_HEX = f"95 00 {WORDS['exp_avg']} 40 cc80 cfffffffffffffffff"
 ENTRY_HEX = f"94 a0 {WORDS['float32']} 920203 18"
@@ -46,7 +48,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (m.Prepared(ME, [4, 300], 2, None), f"{ME_HEX} 9204cd012c 02 c0"),
     (m.Adopt("r", ME, None, SPEC), f"a172 {ME_HEX} c0 {SPEC_HEX}"),
     (m.Adopted(1, 2**40, FINGERPRINT), f"01 cf0000010000000000 {FINGERPRINT_HEX}"),
-    (m.Join("r", ME, 0, 1, 2, 3), f"a172 {ME_HEX} 00 01 02 03 c0 c0"),
+    (m.Join("r", ME, 0, 1, 2, 3), f"a172 {ME_HEX} 00 01 02 03 c0 c0 c0"),
     (m.Joined(1, 2, -1), "01 02 ff c3"),
     (m.Attach("r", ME, 1, 2), f"a172 {ME_HEX} 01 02"),
     (m.Ack(1, 9, 8, 7, -1), "01 09 08 07 ff"),
@@ -54,6 +56,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (m.Resume(2, "why"), "02 a3776879"),
     (m.Anchoring(2, 10), "02 0a"),
     (m.Reanchor(2, [0, 5], "audit"), "02 920005 a56175646974"),
+    (m.Repair(1, 10, [(7, 0, 1, 64, 128)]), "01 0a 91 95 07 00 01 40 cc80"),
     (m.Report("note", "t", 4, True), "a46e6f7465 a174 04 c3"),
     (m.Ping(200), "ccc8"),
     (m.Pong(), ""),
@@ -75,12 +78,12 @@ GOLDEN: list[tuple[Any, str]] = [
 ]
 
 PART = Part(
-    1, 5, 2, False, False, [m.Update(0, [0], 2**64 - 1, b"G", [[0]], b"S")], [m.Anchor(0, 0, [ENTRY], b"v", "w")],
+    1, 5, 2, False, False, [m.Update(0, [0], 2**64 - 1, b"G", [[0]], b"S", [m.Shard(0, 0, 8, 0, 1, 0.5)])], [m.Anchor(0, 0, [ENTRY], b"v", "w")],
     [DIGEST], [], [b"G"], [[[0]]], {"rng": b"v"}, ["old"],
 )  # fmt: skip
 PART_HEX = (
     "9e a450617274 01 05 02 c2 c2"
-    " 91 96 00 9100 cfffffffffffffffff c40147 919100 c40153"  # updates
+    " 91 97 00 9100 cfffffffffffffffff c40147 919100 c40153 91 96 00 00 08 00 01 cb3fe0000000000000"  # updates
     f" 91 95 00 00 91{ENTRY_HEX} c40176 a177"  # anchors
     f" 91{DIGEST_HEX} 90 91c40147 91919100 81a3726e67c40176 91a36f6c64"
 )
