@@ -52,7 +52,9 @@ class Shape:
 
     def __str__(self) -> str:
         rate = f", {self.rate} per link" if self.rate else ""
-        offloads, rules = ("" if on else f", no {what}" for on, what in ((self.offloads, "offloads"), (self.rules, "rules")))
+        offloads, rules = (
+            "" if on else f", no {what}" for on, what in ((self.offloads, "offloads"), (self.rules, "rules"))
+        )
         return f"{self.workers} workers, {self.shadows} shadows, MTU {self.mtu}{rate}{offloads}{rules}"
 
 
