@@ -30,7 +30,10 @@ WORDS = {
 FINGERPRINT_HEX = "95 a6322e31332e30 a441565832 01 c2 a3637075"
 BLOCK_HEX = f"98 {WORDS['net.weight']} {WORDS['float32']} 04 920000 920203 920203 00 c3"
 SGD_HEX = f"95 {WORDS['torch.optim']} {WORDS['SGD']} c40147 919100 00"
-SPEC_HEX = f"98 01 919100 91{BLOCK_HEX} 91{SGD_HEX} {FINGERPRINT_HEX} a56d61746368 81a474696564{WORDS['net.weight']} a473746570"
+SPEC_HEX = (
+    f"98 01 919100 91{BLOCK_HEX} 91{SGD_HEX} {FINGERPRINT_HEX} a56d61746368 "
+    f"81a474696564{WORDS['net.weight']} a473746570"
+)
 ME_HEX = f"92 03 c410{ID.hex()}"
 DIGEST_HEX = f"95 00 {WORDS['exp_avg']} 40 cc80 cfffffffffffffffff"
 ENTRY_HEX = f"94 a0 {WORDS['float32']} 920203 18"
@@ -75,9 +78,10 @@ GOLDEN: list[tuple[Any, str]] = [
     (m.Done("t"), "a174"),
 ]
 
+SHARD = m.Shard(0, 0, 8, 0, 1, 0.5)
 PART = Part(
-    1, 5, 2, False, False, [m.Update(0, [0], 2**64 - 1, b"G", [[0]], b"S", [m.Shard(0, 0, 8, 0, 1, 0.5)])], [m.Anchor(0, 0, [ENTRY], b"v", "w")],
-    [DIGEST], [], [b"G"], [[[0]]], {"rng": b"v"}, ["old"],
+    1, 5, 2, False, False, [m.Update(0, [0], 2**64 - 1, b"G", [[0]], b"S", [SHARD])],
+    [m.Anchor(0, 0, [ENTRY], b"v", "w")], [DIGEST], [], [b"G"], [[[0]]], {"rng": b"v"}, ["old"],
 )  # fmt: skip
 PART_HEX = (
     "9e a450617274 01 05 02 c2 c2"

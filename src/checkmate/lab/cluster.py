@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..switch import nft
 from ..switch import cluster as description
+from ..switch import nft
 from . import network, plan
 from .network import LabError
 from .plan import Host, Shape
@@ -26,9 +26,9 @@ LOCK, KEPT, CLUSTER = "lock", "lab.json", "cluster.toml"
 
 
 class Lab:
-    """``with Lab(workers=2, shadows=1) as lab:`` builds the cluster, and in the end removes it with all that runs in it.
+    """``with Lab(workers=2, shadows=1) as lab:`` builds the cluster, and removes it with all that runs in it.
 
-    Raises LabError if it cannot be built, if another process has a lab, or if one was left up with ``checkmate lab up``.
+    Raises LabError if it cannot be built, if another process has a lab, or if one was left with ``checkmate lab up``.
     Leftovers of a process that was killed are removed first.
     """
 

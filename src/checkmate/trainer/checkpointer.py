@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -147,7 +148,7 @@ class Checkpointer:
                 )
             )  # fmt: skip
         if self._mirror is not None:
-            self._mirror.where = self._where
+            self._mirror.where = partial(_where_of, weakref.ref(self))  # DDP keeps the mirror, wherever we are
         self._buckets = None
         if ddp is not None and reduced == self._replicas:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
@@ -553,6 +554,11 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _where_of(reference: weakref.ref[Checkpointer]) -> tuple[Label, bool]:
+    checkpointer = reference()
+    return (UNLABELLED, False) if checkpointer is None else checkpointer._where()
 
 
 #: Those of this process. In a child that it forks their threads are not, and their locks may be held for ever.
