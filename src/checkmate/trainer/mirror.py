@@ -124,6 +124,9 @@ class Mirror:
 
     def _begin_round(self) -> None:
         self._round += 1
+        # However little the user allows: two steps, and once more what no factor explains.
+        mine = sum(len(reduced.operation.shard) for reduced in self._open)
+        self._pool.limit_bytes = max(self._pool.limit_bytes, 3 * mine)
         self._release(self._open)
         self._open = []
 

@@ -103,7 +103,11 @@ def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) ->
                 "network interface with interface= or GLOO_SOCKET_IFNAME"
             )
         assert listener is not None
-        return _connect(rank, addresses, secret, listener, dscp, deadline)
+        peers, flow = _connect(rank, addresses, secret, listener, dscp, deadline)
+        for sock in (sock for peer in peers if peer is not None for sock in peer if sock is not None):
+            # A rank that computes for long, or is stopped, does not read meanwhile: that is no reason to lose it.
+            tune(sock, int(1000 * timeout_s))
+        return peers, flow
     finally:
         if listener is not None:
             listener.close()
@@ -136,7 +140,6 @@ def _connect(
         raise
     for sock in opened:
         not_in_children(sock)
-        tune(sock)
         sock.settimeout(None)
     peers = [
         None if other == rank else Peer(plain[other], tagged_out if other == following else None, tagged.get(other))

@@ -47,10 +47,11 @@ def parse_address(text: str) -> Address:
     return Address(host.removeprefix("[").removesuffix("]"), int(port))
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, user_timeout_ms: int = USER_TIMEOUT_MS) -> None:
+    """Small messages leave at once; an end that is gone, or does not read for `user_timeout_ms`, is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5)):
+    for name, value in (("TCP_USER_TIMEOUT", user_timeout_ms), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5)):
         if hasattr(socket, name):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
