@@ -50,12 +50,12 @@ def status(
     if as_json:
         print(json.dumps({"server": answer.server, "runs": answer.runs}))
     else:
-        _show(answer.runs)
+        _show(answer.runs, answer.server.get("capture"))
     if max_lag is not None and any(r["recovery"] < 0 or r["newest"] - r["recovery"] > max_lag for r in answer.runs):
         raise typer.Exit(1)
 
 
-def _show(runs: list[dict[str, Any]]) -> None:
+def _show(runs: list[dict[str, Any]], capture: dict[str, Any] | None) -> None:
     console = Console(highlight=False)
     if not runs:
         console.print("no runs")
@@ -68,6 +68,9 @@ def _show(runs: list[dict[str, Any]]) -> None:
         table.add_row("", "steps", ", ".join(steps))
         mega = [run[key] / 1e6 for key in ("bytes_in_per_s", "bytes_in", "memory_bytes")]
         table.add_row("", "bytes", "{:,.1f} MB/s in, {:,.1f} MB since the start; {:,.1f} MB held".format(*mega))
+        if run["bytes_overheard"] or run["bytes_repaired"]:
+            heard, repaired = run["bytes_overheard"] / 1e6, run["bytes_repaired"] / 1e6
+            table.add_row("", "network", f"{heard:,.1f} MB of gradients copied to here, {repaired:,.1f} MB repaired")
         table.add_row("", "heard", f"{run['silent_s']:.1f} s ago")
         for rank in run["waiting_for"] if run["live"] else []:
             table.add_row("", "waiting", rank)
@@ -75,3 +78,7 @@ def _show(runs: list[dict[str, Any]]) -> None:
             table.add_row("", "last error", run["last_error"])
         console.print(run["run"], style="bold")
         console.print(table)
+    if capture is not None:
+        counts = ["packets", "kernel_drops", "holes", "bad_frames", "forged_frames", "foreign_frames", "foreign"]
+        named = ", ".join(f"{capture[name]:,} {name.replace('_', ' ')}" for name in counts)
+        console.print(f"capture on {capture['interface']}: {named}")

@@ -82,6 +82,10 @@ GRACE_S = 2.5
 CLAIM_LEASE_S = 300.0
 #: So many reports of one kind are logged per attempt; the ranks hear all, and `status` shows the last.
 REPORTS = 5
+DEAF = (
+    "the network has copied nothing of three steps' gradients to this shadow, and all of it was sent to it instead: "
+    "`checkmate doctor` says which rule, mark or interface is at fault"
+)
 UNHEARD = (
     "the shadow was started without --capture: it hears nothing of what the network copies, and with tap='mirror' all "
     "of the gradient is sent to it besides, as with tap='step'"
@@ -439,7 +443,7 @@ class Run:
                 self._perform(partition.part(part))
                 self._repair(self.heard)
             elif header.round:
-                self.repaired_bytes += header.length if self._keep(partition, header, frame.payload) else 0
+                self._repaired(partition, header, frame.payload)
             elif not drained:
                 self._perform(partition.arrived(header))
 
@@ -468,6 +472,15 @@ class Run:
         self._buffers.place(partition, header)[:] = payload
         self._perform(partition.arrived(header))
         return True
+
+    def _repaired(self, partition: Partition, header: Header, payload: memoryview) -> None:
+        """A frame that was asked for."""
+        if not self._keep(partition, header, payload):
+            return
+        before, self.repaired_bytes = self.repaired_bytes, self.repaired_bytes + header.length
+        enough = 3 * sum(block.nbytes for block in partition.layout.blocks)
+        if self.limits.captures and not self.overheard_bytes and before <= enough < self.repaired_bytes:
+            self._report(Report("note", DEAF))
 
     def repair(self, now: float) -> None:
         """Ask the ranks for what the network has not brought. Called every few milliseconds."""

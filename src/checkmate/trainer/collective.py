@@ -172,7 +172,10 @@ class Collective:
             for chunk in plan.chunks[other]:
                 prefix = _PREFIX.pack(_SCATTER, operation.number, chunk.start, chunk.stop - chunk.start)
                 self._outbox[other].put(_Outgoing([prefix, operation.memory[chunk.start : chunk.stop]]))
-        self._reduce()  # the peers may have been faster
+        try:
+            self._reduce()  # the peers may have been faster
+        except Exception as error:
+            self.fail(error)
         return operation
 
     def fail(self, error: Exception) -> None:
@@ -239,7 +242,11 @@ class Collective:
                     return
                 self._summing = True
                 operation, chunk = self._chunks.popleft()
-            self._sum(operation, chunk, self._summed % AHEAD)
+            try:
+                self._sum(operation, chunk, self._summed % AHEAD)
+            except Exception as error:
+                self.fail(error)
+                return
             with self._changed:
                 self._arrived.popleft()
                 self._summed += 1
