@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,16 +43,26 @@ class Job:
         self.step = 0
 
     def train(self) -> None:
-        """One step, up to where the shadow holds it."""
+        """One step, up to where the shadow has applied it: it is safe before, and not yet what a reader gets."""
         self.optimizer.zero_grad()
         self.model(torch.arange(float(self.model.in_features))).sum().backward()
         self.optimizer.step()
         self.ckpt.step()
         self.ckpt.wait(timeout=PATIENCE_S)
         self.step += 1
+        deadline = time.monotonic() + PATIENCE_S
+        while held(self.address) < self.step:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def state(self) -> StateDict:
         return {"model": {k: v.clone() for k, v in self.model.state_dict().items()}, "step": self.step}
+
+
+def held(address: str) -> int:
+    """The newest step that a reader gets."""
+    with Reader(address) as reader:
+        return reader.leased.step
 
 
 @pytest.fixture
