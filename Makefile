@@ -7,10 +7,10 @@ INSTALLED := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo clean
+.PHONY: help venv test lint format demo demo-network clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 venv: $(INSTALLED)  ## set up .venv with Checkmate (editable) and everything for development
 
@@ -28,6 +28,9 @@ format: $(INSTALLED)  ## let ruff format and fix what it can
 
 demo: $(INSTALLED)  ## train, kill all workers, resume, compare; ARGS='--seed 7' goes to the demo
 	$(BIN)/checkmate demo $(ARGS)
+
+demo-network: $(INSTALLED)  ## the same in network namespaces, as root: the switch feeds the shadow; bytes per link
+	$(BIN)/checkmate demo --network --steps 30 $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left behind
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*

@@ -9,6 +9,9 @@ Kill the workers with SIGKILL, and torchrun starts them again; they go on from t
 torchrun hands SIGTERM on to the workers: they finish the step, wait until it is safe, and end well. Ctrl-C reaches them
 as a KeyboardInterrupt in the middle of a step. After either, torchrun prints a traceback of its own and exits with 1;
 the same command goes on from the newest finished step. ``examples/gpt.py`` says what the variable is for.
+
+With ``--tap mirror`` the network copies the gradients to the shadow (``docs/network.md``); to try it on one machine, as
+root, start the shadow with ``--capture lo`` and the ranks with ``GLOO_SOCKET_IFNAME=lo``.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ def main() -> None:
     # Not --run: torchrun looks at the script's options too, and takes it for its own --run-path.
     parser.add_argument("--name", default="ddp", help="what the shadow keeps this run under")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--tap", default="step", choices=["step", "mirror"], help="how gradients reach the shadow")
     args = parser.parse_args()
 
     terminated: list[int] = []
@@ -49,7 +53,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=args.steps + 1)
     torch.manual_seed(1 + dist.get_rank())  # another dropout on each rank
 
-    ckpt = checkmate.attach(model, optimizer, shadow=args.shadow, run=args.name, stateful={"scheduler": scheduler})
+    ckpt = checkmate.attach(
+        model, optimizer, shadow=args.shadow, run=args.name, stateful={"scheduler": scheduler}, tap=args.tap
+    )
     first = ckpt.restore()
     say(f"going on from step {first}")
     batches = ckpt.batches(loader)

@@ -163,7 +163,7 @@ def train(args: argparse.Namespace, log: Callable[[int, float, float], None] = p
     ckpt: Any = Unprotected()
     if args.shadow:
         stateful = {"scheduler": scheduler}
-        ckpt = checkmate.attach(model, optimizer, shadow=args.shadow, run=args.name, stateful=stateful)
+        ckpt = checkmate.attach(model, optimizer, shadow=args.shadow, run=args.name, stateful=stateful, tap=args.tap)
     first = ckpt.restore()
     batches = ckpt.batches(loader)
     for step in range(first, args.steps):
@@ -189,6 +189,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--shadow", default="", metavar="ADDRESS", help="tcp://HOST:PORT; empty: train without Checkmate")
     # Not --run: torchrun looks at the script's options too, and takes it for its own --run-path.
     add("--name", default="gpt", help="what the shadow keeps this run under")
+    add("--tap", default="step", choices=("step", "mirror"), help="where the gradient is read; docs/network.md")
     add("--steps", type=int, default=1000)
     add("--batch", type=int, default=8, help="windows per rank and step")
     add("--context", type=int, default=64, help="bytes per window")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +25,11 @@ def lacking() -> str:
 
 #: For ``pytestmark`` or as decorators. With CHECKMATE_NETWORK_TESTS=required nothing is skipped, so a lack fails.
 requires_network = [pytest.mark.network, pytest.mark.skipif(bool(lacking()) and not REQUIRED, reason=lacking())]
+
+
+@contextmanager
+def one_lab() -> Iterator[None]:
+    """For tests that bring up a lab, of which a machine has one: those of other processes wait."""
+    with (Path(tempfile.gettempdir()) / "checkmate-tests-of-the-lab").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

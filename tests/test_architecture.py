@@ -23,13 +23,13 @@ LAYERS = (
     ("shadow.partition", "shadow.pieces", "shadow.replay", "transport"),
     ("recovery", "switch"),
     ("shadow", "trainer"),
-    ("lab",),
+    ("lab", "doctor"),
     ("demo",),
     ("bench",),
     ("cli",),
     ("__main__", ""),
 )
-SANS_IO = ("wire", "layout", "shadow.partition", "shadow.repairs", "switch.rules")
+SANS_IO = ("wire", "layout", "shadow.partition", "shadow.repairs", "switch.rules", "lab.plan", "doctor.judge")
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",
      "socket", "ssl", "subprocess", "threading", "time", "torch", "numpy")

@@ -432,7 +432,7 @@ def test_version_is_that_of_the_package(run: Command) -> None:
     assert run("--version") == (0, f"checkmate {version('checkmate-ckpt')}\n", "")
 
 
-@pytest.mark.parametrize("command", ["shadow", "status", "export", "rm", "demo", "bench"])
+@pytest.mark.parametrize("command", ["shadow", "status", "export", "rm", "demo", "bench", "lab"])
 def test_every_command_has_help(run: Command, command: str) -> None:
     result = run(command, "--help")
     assert result.code == 0

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckmateError, UsageError
-from . import bench, export, rm, shadow, status, switch
+from . import bench, doctor, export, lab, rm, shadow, status, switch
 from .demo import demo
 
 app = typer.Typer(
@@ -25,8 +25,10 @@ app.command()(status.status)
 app.command()(export.export)
 app.command()(rm.rm)
 app.command()(demo)
+app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(switch.app, name="switch")
+app.add_typer(lab.app, name="lab")
 
 
 def print_version(wanted: bool) -> None:

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
+#: Steps at the start of every attempt that step time and traffic leave out, while DDP and the allocator settle.
+WARMUP_STEPS = 2
+
 
 class Event(msgspec.Struct, frozen=True, tag=True):
     """Base of what a rank notes down."""
@@ -41,6 +44,7 @@ class Trained(Event, frozen=True, tag=True):
     step: int
     loss: float
     seconds: float
+    sent_bytes: int = 0  # that this host had sent by then, where the ranks exchange gradients; 0: not in a lab
 
 
 class Killed(Event, frozen=True, tag=True):

@@ -16,6 +16,9 @@ MOMENTS = {
     ANYWHERE: "at a random moment",
 }
 
+#: An address for `--shadow`: no checkpointer, but the collective of tap="mirror".
+NOBODY = "none"
+
 
 class Kill(msgspec.Struct, frozen=True):
     """One SIGKILL to every rank at once."""

@@ -13,11 +13,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from .journal import Closed, Killed, Notes, Restored, Trained, attempts
+from .journal import WARMUP_STEPS, Closed, Killed, Notes, Restored, Trained, attempts
 from .runs import RunFailed
-
-#: Steps at the start of every attempt that the step time leaves out, while DDP and the allocator settle.
-WARMUP_STEPS = 2
+from .traffic import MOST_EXTRA, Traffic
 
 
 class Survived(msgspec.Struct, frozen=True):
@@ -40,10 +38,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     step_s_with: float
     step_time_ratio: float
     flipped_bit_noticed: bool  # the negative control
+    traffic: Traffic | None  # in a lab
     faults: list[str]  # everything that should not be so: none, or the demo has failed
 
 
-def judge(calm: Path, stormy: Path, ranks: int, num_kills: int) -> Result:
+def judge(calm: Path, stormy: Path, ranks: int, num_kills: int, traffic: Traffic | None = None) -> Result:
     """Compares the uninterrupted run in folder `calm` with the one in `stormy`, killed `num_kills` times."""
     quiet, killed = (attempts(folder, ranks) for folder in (calm, stormy))
     kills = survived(killed)
@@ -56,6 +55,8 @@ def judge(calm: Path, stormy: Path, ranks: int, num_kills: int) -> Result:
         faults += differences(expected, state, f"rank {rank}")
     if not (noticed := notices_one_flipped_bit(expected)):
         faults.append("the comparison does not notice a flipped bit")
+    if traffic and abs(traffic.ratio - 1) > MOST_EXTRA:
+        faults.append(f"a worker sends {traffic.ratio:.4f} times the bytes per step when its gradients are replicated")
     weights = {weight.data_ptr(): weight.numel() for weight in expected["model"].values()}  # tied ones once
     without, with_checkmate = median_step_s(quiet), median_step_s(killed)
     return Result(
@@ -65,6 +66,7 @@ def judge(calm: Path, stormy: Path, ranks: int, num_kills: int) -> Result:
         step_s_with=with_checkmate,
         step_time_ratio=with_checkmate / without,
         flipped_bit_noticed=noticed,
+        traffic=traffic,
         faults=faults,
     )
 

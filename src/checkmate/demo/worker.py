@@ -1,6 +1,7 @@
-"""One rank of a run of the demo, started by torchrun: `worker FOLDER [options of gpt.py]`.
+"""One rank of a run of the demo, started as by torchrun: `worker FOLDER [options of gpt.py]`.
 
 Notes in FOLDER what the training script does, dies as the plan there says, and leaves `final-<rank>.pt`.
+With `--shadow=none` it trains without a checkpointer, and with the collective of tap="mirror".
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import torch
 
 import checkmate
 
+from ..layout import Layout
+from ..trainer.mirror import DSCP, Mirror
+from ..trainer.model import describe, unwrap
+from ..trainer.staging import Pool
 from . import gpt, plan
 from .journal import Journal, Started, Trained, read
 from .saboteur import Ambush, Watched
@@ -39,9 +44,33 @@ def main(folder: Path, argv: list[str]) -> None:
     def pids() -> list[int]:
         return [started.pid for r in range(ranks) for started in read(folder, attempt, r).of(Started)]
 
-    checkmate.attach = attach_watched  # the script need not know
-    trained = gpt.train(gpt.options(argv), lambda *turn: journal.write(Trained(*turn)))
+    options = gpt.options(argv)
+    alone = options.shadow == plan.NOBODY
+    checkmate.attach = collective_alone if alone else attach_watched  # type: ignore[assignment]  # it need not know
+
+    def log(step: int, loss: float, seconds: float) -> None:
+        journal.write(Trained(step, loss, seconds, sent_bytes()))
+
+    trained = gpt.train(options, log)
     torch.save(final_state(*trained), folder / f"final-{rank}.pt")
+
+
+def collective_alone(ddp: Any, optimizer: Any, **_: Any) -> gpt.Unprotected:
+    """What the network demo compares with: gradients are summed by the same collective, and nothing is kept of them.
+
+    Gloo adds in another order; a run with it would end with other bits.
+    """
+    shadowed = describe(ddp, unwrap(optimizer), "match", "mirror")
+    layout = Layout(shadowed.spec)
+    Mirror(ddp, shadowed, layout, torch.distributed.get_rank(), Pool(0), "", token=None, interface=None, dscp=DSCP)
+    return gpt.Unprotected()
+
+
+def sent_bytes() -> int:
+    """What has left the interface of the gradients so far, headers included; 0 where none is named."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
+    return int(counter.read_text()) if interface and counter.is_file() else 0
 
 
 def final_state(model: Any, optimizer: Any, scheduler: Any, batches: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,31 @@ def existing() -> Lab | None:
     if not (shape := kept()):
         return None
     return Lab(**asdict(shape), directory=Path(json.loads((STATE / KEPT).read_text())["cluster"]).parent)
+
+
+@contextmanager
+def borrowed(**options: Any) -> Iterator[Lab]:
+    """The lab that was left up, held meanwhile, with as many hosts as are asked for; if there is none, one of our own.
+
+    `options` are those of `Lab`; where one is None, whatever is there will do. Raises LabError if it does not fit.
+    """
+    asked = {name: value for name, value in options.items() if value is not None}
+    if (shape := kept()) is None:
+        with Lab(**asked) as lab:
+            yield lab
+        return
+    for name, value in asked.items():
+        there = getattr(shape, name)
+        if there < value if name in ("workers", "shadows") else there != value:
+            raise LabError(f"the lab that is up does not fit ({shape}); take it down first: checkmate lab down")
+    network.require(shape)
+    with lock():
+        found = existing()
+        if found is None or found.shape != shape:
+            raise LabError("the lab that was up has just been taken down; try again")
+        hosts = {name: value for name, value in asked.items() if name in ("workers", "shadows")}
+        found.shape = replace(shape, **hosts)
+        yield found
 
 
 def kept() -> Shape | None:

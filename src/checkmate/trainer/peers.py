@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckmateError, Unreachable, UsageError
-from ..transport.tcp import not_in_children, tune
+from ..transport.tcp import mark, not_in_children, tune
 from ..wire.packets import Flow
 from .collective import Peer
 
@@ -63,14 +63,6 @@ def _address_of(named: str) -> str:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise UsageError(f"interface {named!r} has no IPv4 address ({error.strerror}); there are {names}") from None
     return socket.inet_ntoa(found[20:24])
-
-
-def mark(sock: socket.socket, dscp: int) -> None:
-    """Have all packets of this socket marked, its first included."""
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
-    else:
-        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
 
 
 def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) -> tuple[list[Peer | None], Flow]:

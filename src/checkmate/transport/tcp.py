@@ -57,6 +57,14 @@ def tune(sock: socket.socket, user_timeout_ms: int = USER_TIMEOUT_MS) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def mark(sock: socket.socket, dscp: int) -> None:
+    """Have all packets of this socket marked; if it is not connected yet, its first included."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+
+
 def connect(address: Address, timeout_s: float) -> Channel:
     """Open a connection. Raises OSError (with the address in it) when that takes longer or is refused."""
     try:
