@@ -71,10 +71,10 @@ class Pipeline:
         self.ckpt: Any = None
         torch.manual_seed(1000 * attempt + 100 + rank)
 
-    def begin(self, shadow: str = "", run: str = "") -> Pipeline:
+    def begin(self, shadow: str = "", run: str = "", tap: Any = "step") -> Pipeline:
         if shadow:
             self.ckpt = checkmate.attach(
-                self.model, self.optimizer, shadow=shadow, run=run, stateful={"scheduler": self.scheduler}
+                self.model, self.optimizer, shadow=shadow, run=run, stateful={"scheduler": self.scheduler}, tap=tap
             )
             self.step = self.ckpt.restore()
         return self
@@ -138,20 +138,25 @@ def whole(rank: int, replicas: Replicas) -> list[Any]:
     return states
 
 
-def cut_off(rank: int, replicas: Replicas, shadow: str, run: str, stops: tuple[int, ...], without: str = "") -> Any:
+def cut_off(
+    rank: int, replicas: Replicas, shadow: str, run: str, stops: tuple[int, ...], without: str = "", tap: str = "step"
+) -> Any:
     """All states of a run that goes on in new objects after each of `stops`, and what it says of drift."""
     states: dict[int, Any] = {}
     drift: list[str] = []
     for attempt, stop in enumerate((*stops, STEPS)):
         job = Pipeline(rank, replicas, attempt)
         with _disabled(without):
-            job.begin(shadow, run)
+            job.begin(shadow, run, tap)
         states[job.step] = job.state()
         while job.step < stop:
             job.train()
             states[job.step] = job.state()
         job.ckpt.wait(timeout=60)
-        drift += job.ckpt.stats()["drift"]
+        stats = job.ckpt.stats()
+        drift += stats["drift"]
+        assert (stats["bytes_tagged"] > 0) == (tap == "mirror" and job.count > 1)
+        assert stats["fallbacks"] == 0
         differing = job.ckpt.audit()["differing"]
         assert differing == [], differing
         job.ckpt.close(timeout=0)

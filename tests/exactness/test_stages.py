@@ -48,6 +48,18 @@ def test_stages_go_on_with_the_bits_of_a_run_that_nobody_disturbed(
             assert (rank, step, differences(states[step], resumed[step])) == (rank, step, [])
 
 
+@pytest.mark.parametrize("replicas", [(2, 2), (1, 2)], ids=name)
+def test_stages_whose_gradients_the_network_copies(pool: Pool, shadow: Shadow, replicas: Replicas) -> None:
+    run = f"stages {name(replicas)}, mirrored"
+    expected = pool.call(sum(replicas), whole, replicas)
+    found = pool.call(sum(replicas), cut_off, replicas, shadow.address, run, (1, 3, 4), "", "mirror")
+    for rank, (states, (resumed, drift)) in enumerate(zip(expected, found, strict=True)):
+        assert drift == []
+        for step in range(STEPS + 1):
+            assert (rank, step, differences(states[step], resumed[step])) == (rank, step, [])
+    assert differences(expected[0][STEPS - 1], found[0][0][STEPS]) != []  # the negative control
+
+
 def test_without_its_groups_a_stage_goes_on_with_other_bits(pool: Pool, shadow: Shadow) -> None:
     expected = pool.call(3, whole, (1, 2))
     found = pool.call(3, cut_off, (1, 2), shadow.address, "stages, control", (3,), "_install_groups")

@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import os
+import random
 import select
 import signal
 import socket
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ import checkmate
 import checkmate.recovery
 import checkmate.trainer.checkpointer
 from checkmate import cli
-from checkmate.shadow import members, replay
+from checkmate.shadow import capture, members, replay
 from checkmate.shadow import run as run_module
 from checkmate.trainer import recorder, rendezvous
 from checkmate.trainer.model import describe
@@ -97,8 +99,11 @@ def reference(steps: int, width: int) -> None:
     say("reference", digests=digests)
 
 
-def command(args: list[str], lease_s: float | None = None) -> None:
-    """``checkmate`` with these arguments."""
+def command(args: list[str], lease_s: float | None = None, loss: tuple[float, int] | None = None) -> None:
+    """``checkmate`` with these arguments. `loss`: the part of captured packets that is lost, and a seed."""
+    if loss is not None:
+        chance, receive = random.Random(loss[1]), capture._Batch.receive
+        capture._Batch.receive = lambda batch: [0 if chance.random() < loss[0] else n for n in receive(batch)]
     if lease_s is not None:
         members.LEASE_S = run_module.LEASE_S = lease_s
         run_module.GRACE_S = run_module.DRAIN_S = lease_s / 2
@@ -119,6 +124,7 @@ def trainer(
     close_s: float | None = None,
     restore: dict[str, Any] | None = None,
     world: tuple[int, int, str] | None = None,
+    group_timeout_s: float = 1800.0,
     **attach: Any,
 ) -> None:
     """Attach, restore, then obey lines on stdin: ``train N``, ``pause``, ``wait S``, ``close S``, ``raise``, ``end``.
@@ -137,7 +143,8 @@ def trainer(
     recorder.ANCHOR_BYTES_PER_STEP = anchor_bytes  # by default one block per step, so that re-anchoring takes several
     if world is not None:
         rank, size, store = world
-        torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+        wait = timedelta(seconds=group_timeout_s)
+        torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=wait)
     training = Training(width)
     model = training.model if world is None else torch.nn.parallel.DistributedDataParallel(training.model)
     exiting = [0.0]
@@ -195,7 +202,11 @@ def _obey(
                     _call(ckpt, verb, float(rest[0]) if rest else None)
             continue
         began = time.perf_counter()
-        train()
+        try:
+            train()
+        except Exception:
+            say("raised", took=time.perf_counter() - began)
+            raise
         step += 1
         if step % step_every == 0:
             ckpt.step()

@@ -201,8 +201,8 @@ class Partition:
         if header.rank in slot.parts and key not in slot.listed:
             raise ProtocolError(f"{header}: not listed in its part, which came before")
         start, stop, ranges = header.offset, header.offset + header.length, slot.ranges.get(key)
-        if ranges is None or not ranges.overlaps(start, stop):
-            return Verdict.TAKE
+        if header.round or ranges is None or not ranges.overlaps(start, stop):
+            return Verdict.TAKE  # of a repair, copies that came late may be here: `overhear` decides
         if not ranges.covers(start, stop):
             raise ProtocolError(f"{header}: cut in another way than when it came before")
         return Verdict.DRAIN
@@ -234,11 +234,12 @@ class Partition:
         if header.rank in slot.parts and key not in slot.listed:
             return False
         name = header.update, header.block
-        if header.round < (newest := slot.rounds.get(name, 0)):
+        if header.round < (newest := slot.rounds.get(name, 0)) and key not in slot.listed:
             return False
         if header.round > newest:
             for rank in self._ranks if newest else ():  # the older round, which this one supersedes
-                slot.ranges.pop((Kind.GRAD, rank, header.update, header.block, 0, newest), None)
+                if (old := (Kind.GRAD, rank, header.update, header.block, 0, newest)) not in slot.listed:
+                    slot.ranges.pop(old, None)
             slot.rounds[name] = header.round
         start, stop, ranges = header.offset, header.offset + header.length, slot.ranges.get(key)
         first, last = slot.listed.get(key, (0, stop))

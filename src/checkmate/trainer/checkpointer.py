@@ -29,7 +29,7 @@ from .data import Batches
 from .installing import install, keep_gradients, predecessors
 from .lag import Lag
 from .link import Link
-from .mirror import DSCP, Mirror, mirrorable
+from .mirror import DSCP, Mirror, check_unwrapped, mirrorable
 from .model import Shadowed, describe, inexact, unwrap
 from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, on_all_ranks, rank_and_world, together
@@ -107,6 +107,9 @@ def attach(
     ddp = together(lambda: mirrorable(model)) if tap == "mirror" else None
     mirrored = any(on_all_ranks(ddp is not None))
     shadowed = together(lambda: describe(model, optimizers, replay, "mirror" if mirrored else "step"))
+    if tap == "mirror":
+        rank, _ = rank_and_world()
+        together(lambda: None if ddp is not None else check_unwrapped(rank, shadowed.spec.replica_sets))
     secret = token.encode() if isinstance(token, str) else token
     return Checkpointer(
         model, shadowed, address, run, objects, on_lag=on_lag, staging_bytes=staging_bytes, block_timeout=block_timeout,
@@ -149,6 +152,7 @@ class Checkpointer:
             )  # fmt: skip
         if self._mirror is not None:
             self._mirror.where = partial(_where_of, weakref.ref(self))  # DDP keeps the mirror, wherever we are
+            self._mirror.in_use = partial(_open, weakref.ref(self))
         self._buckets = None
         if ddp is not None and reduced == self._replicas:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
@@ -559,6 +563,11 @@ class Checkpointer:
 def _where_of(reference: weakref.ref[Checkpointer]) -> tuple[Label, bool]:
     checkpointer = reference()
     return (UNLABELLED, False) if checkpointer is None else checkpointer._where()
+
+
+def _open(reference: weakref.ref[Checkpointer]) -> bool:
+    checkpointer = reference()
+    return checkpointer is not None and not checkpointer._closed
 
 
 #: Those of this process. In a child that it forks their threads are not, and their locks may be held for ever.

@@ -49,6 +49,8 @@ BACKOFF_S = (0.05, 2.0)
 _jitter = random.Random()  # not the global generator, which belongs to the training loop
 #: Refusals that trying again will not change.
 FINAL = frozenset(("superseded", "token", "version", "memory", "unsupported"))
+#: A shadow takes so many steps beyond the one that it has applied (`partition.RING_STEPS`), and reads no further.
+RING_STEPS = 3
 #: A shadow that could not apply so many steps, and the last within so many of the first, will not learn it.
 FAILURES, FAILURES_STEPS = 3, 1000
 
@@ -69,6 +71,7 @@ class Link:
         self.wanted = epoch  #: the epoch that the shadow wants; training takes it up at its next step
         self.wanted_reason = ""
         self.anchoring = (-1, 0)  #: epoch in which anchors may be sent, and at which steps: from this one on
+        self.begun = (-1, -1)  #: epoch, and the step after which this rank began to stream in it
         self._reanchor: set[int] = set()
         self.audited: Audited | None = None
         self.fatal: CheckmateError | None = None  #: refused for good: this attempt goes on unprotected
@@ -152,7 +155,7 @@ class Link:
     def _send(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._closed or (self._data is not None and self._unsent))
+                self.changed.wait_for(lambda: self._closed or (self._data is not None and self._sendable()))
                 if self._closed:
                     return
                 channel, batch = self._data, self._unsent.popleft()
@@ -181,6 +184,20 @@ class Link:
                 else:
                     self._unsent.appendleft(batch)
                 self.changed.notify_all()
+
+    def _sendable(self) -> bool:
+        """Whether the next batch may leave. A repair must never stand behind what the shadow does not read yet.
+
+        It may wait for that very repair before it reads on. So with a flow nothing leaves before there is room for it.
+        """
+        if not self._unsent or self.flow is None or self._unsent[0].source is not None:
+            return bool(self._unsent)
+        if (ack := self.ack) is None:
+            return False
+        batch = self._unsent[0]
+        applied = ack.applied if ack.epoch == batch.epoch else -1
+        begun = self.begun[1] if self.begun[0] == batch.epoch else -1
+        return batch.step <= max(applied, begun) + RING_STEPS
 
     def _repair(self, message: Repair) -> None:
         """Send pieces of a step before all else. If they are lost on the way, the shadow asks again."""

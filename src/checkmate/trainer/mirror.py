@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from xxhash import xxh3_64_intdigest as xxh3
 
-from ..errors import Unsupported
+from ..errors import Unsupported, UsageError
 from ..layout import Layout
 from ..tensors import host_bytes
 from ..wire.messages import Shard
@@ -56,16 +56,16 @@ class _Reduced(NamedTuple):
 class Mirror:
     """See the module. `where` says what the frames of a bucket are labelled with, and whether to keep what is sent."""
 
-    sums_by_rank = True  #: so the order of DDP's buckets changes no bit
-
     def __init__(
         self, ddp: DistributedDataParallel, shadowed: Shadowed, layout: Layout, rank: int, pool: Pool, run: str,
         *, token: bytes | None, interface: str | None, dscp: int,
     ) -> None:  # fmt: skip
         self.where: Callable[[], tuple[Label, bool]] = lambda: (UNLABELLED, False)
+        self.in_use: Callable[[], bool] = lambda: False  #: by a Checkpointer that is not closed
         self.fallbacks = 0  #: pieces of gradients that went by the step tap
-        self._ddp = weakref.ref(ddp)  # which refers to us, where no garbage collector looks
-        self._shadowed, self._layout, self._rank, self._pool = shadowed, layout, rank, pool
+        # DDP refers to us where no garbage collector looks: what we refer to must not lead to it, as optimizers do.
+        self._ddp = weakref.ref(ddp)
+        self._number, self._layout, self._rank, self._pool = shadowed.number, layout, rank, pool
         self._spare = Pool(1 << 62)  #: memory for what is not kept
         self._round = 0  #: of the open step
         self._open: list[_Reduced] = []  #: buckets of the newest round
@@ -84,7 +84,13 @@ class Mirror:
         )  # fmt: skip
         self._device: _Device | None = None
         weakref.finalize(self, self.collective.hang_up)
-        ddp.register_comm_hook(self, _hook)
+        if ddp._comm_hooks:  # ours, of a Checkpointer that is closed; DDP takes no second one
+            installed = ddp._comm_hooks[0][1]
+            assert isinstance(installed, _Installed)
+            installed.mirror.collective.hang_up()
+            installed.mirror = self
+        else:
+            ddp.register_comm_hook(_Installed(self), _hook)
 
     # ------------------------------------------------------------ in the backward
 
@@ -154,8 +160,8 @@ class Mirror:
             start = view.data_ptr() - base
             if start > at:
                 places.append(Place(NO_BLOCK, at, start - at))
-            same = view.is_contiguous() and view.dtype == param.dtype and param in self._shadowed.number
-            places.append(Place(self._shadowed.number[param] if same else NO_BLOCK, start, view.numel() * size))  # type: ignore[index]
+            same = view.is_contiguous() and view.dtype == param.dtype and param in self._number
+            places.append(Place(self._number[param] if same else NO_BLOCK, start, view.numel() * size))  # type: ignore[index]
             at = start + view.numel() * size
         if (rest := buffer.numel() * size - at) > 0:
             places.append(Place(NO_BLOCK, at, rest))
@@ -178,17 +184,21 @@ class Mirror:
         """
         shards: list[Shard] = []
         pieces: list[tuple[int, int, int]] = []
+        unexplained = -1
         for block, grad in zip(blocks, grads, strict=True):
             reduced = self._newest.get(block)
             if reduced is None:
                 if (mine := self._layout.slices[self._rank].get(block)) is not None and mine.nbytes:
                     pieces.append((block, mine.offset, mine.nbytes))
+                    unexplained = block
             elif block in reduced.cuts:
                 cut = reduced.cuts[block][0]
                 nbytes = cut.stop - cut.start
                 factor = self._factor_of(reduced, block, part_of(grad, cut.offset, nbytes))
                 if factor is None:
                     pieces.append((block, cut.offset, nbytes))
+                    if reduced.buffer is not None:  # else it is staging memory that was short
+                        unexplained = block
                 else:
                     piece = reduced.piece(block)
                     self._claimed[id(reduced.operation)] = reduced
@@ -196,9 +206,9 @@ class Mirror:
                     shards.append(Shard(block, cut.offset, nbytes, piece.update, piece.round, factor))
         shards += [Shard(block, offset, nbytes, number, 0) for block, offset, nbytes in pieces]
         self.fallbacks += len(pieces)
-        if pieces and not self._warned:
+        if unexplained >= 0 and not self._warned:
             self._warned = True
-            fqn = self._layout.blocks[pieces[0][0]].fqn
+            fqn = self._layout.blocks[unexplained].fqn
             log.warning(
                 "checkmate: the optimizer uses another gradient of %s than the collective brought, or brought times a "
                 "factor; such are sent to the shadow besides, as with tap='step' (stats()['fallbacks'] counts)", fqn,
@@ -237,23 +247,39 @@ class Mirror:
 def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The wrapper whose collective is to be ours; None where there is nobody to exchange gradients with.
 
-    Raises Unsupported for a model whose gradients it cannot bring.
+    Raises Unsupported for one that has a collective of its own.
     """
-    ddp, elsewhere = find_ddp(model)
-    if not dist.is_initialized() or (ddp is None and not elsewhere and dist.get_world_size() == 1):
-        return None
-    if ddp is None:
-        raise Unsupported("tap='mirror' is a communication hook of DistributedDataParallel: wrap the whole model in it")
-    if ddp.process_group.size() == 1:
+    ddp, _ = find_ddp(model)
+    if ddp is None or ddp.process_group.size() == 1:
         return None
     if ddp._comm_hooks:
-        hook = ddp._comm_hooks[0][0].__qualname__
-        raise Unsupported(f"DDP has a communication hook already ({hook}); tap='mirror' is one itself: register none")
+        hook, state, *_ = ddp._comm_hooks[0]
+        if not isinstance(state, _Installed):
+            raise Unsupported(
+                f"DDP has a communication hook already ({hook.__qualname__}); tap='mirror' is one itself: register none"
+            )
+        if state.mirror.in_use():
+            raise UsageError("this DDP model is attached already; close() the other Checkpointer first")
     return ddp
 
 
-def _hook(mirror, bucket):  # type: ignore[no-untyped-def]  # DDP looks at the annotations, and knows no strings
-    return mirror.reduce(bucket)
+def check_unwrapped(rank: int, replica_sets: Sequence[Sequence[int]]) -> None:
+    """Raises Unsupported for a rank without DDP, if others hold the same parameters: who averages their gradients?"""
+    if any(rank in ranks and len(ranks) > 1 for ranks in replica_sets):
+        raise Unsupported("tap='mirror' is a communication hook of DistributedDataParallel: wrap the whole model in it")
+
+
+class _Installed:
+    """DDP's communication hook is for ever; whose it is may change."""
+
+    sums_by_rank = True  #: so the order of DDP's buckets changes no bit
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.mirror = mirror
+
+
+def _hook(installed, bucket):  # type: ignore[no-untyped-def]  # DDP looks at the annotations, and knows no strings
+    return installed.mirror.reduce(bucket)
 
 
 class _Device:

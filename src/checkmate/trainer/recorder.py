@@ -123,6 +123,8 @@ class Recorder:
 
     def announce(self, step: int) -> None:
         """Tell the shadow that this rank streams the present epoch from the step after `step`."""
+        if self.link is not None:
+            self.link.begun = (self.epoch, step)
         part = Part(self.rank, step, self.epoch, begins=True)
         self._put(Batch(step, self.epoch, part=messages.encode(part)))
 
