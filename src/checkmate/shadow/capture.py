@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ..errors import UsageError
 from ..wire.bpf import program
 from ..wire.frames import Header
-from ..wire.packets import Flow, parse
+from ..wire.packets import FRAGMENTED, PLAIN, PLAIN_IPV4, TCP, Flow, parse
 from ..wire.reassembly import Stream, Take
 
 log = logging.getLogger("checkmate.shadow")
@@ -40,8 +40,8 @@ OnIdle = Callable[[float], None]
 #: The largest packet that Linux can join is 512 KiB (BIG TCP), the largest that it does by default 64 KiB.
 #: A power of two would have the packets of a batch evict each other from the cache.
 BUFFER_BYTES = (512 << 10) + 1536
-#: Packets that are taken from the kernel at a time: small ones, and large ones.
-MANY, FEW = 32, 1
+#: Packets that are taken from the kernel at a time, unless they are large.
+MANY = 32
 LARGE_BYTES = 9000
 #: What the kernel keeps for us while we look elsewhere. It counts its own overhead, half of it and more.
 QUEUE_BYTES = 128 << 20
@@ -153,7 +153,7 @@ class Capture:
     def _run(self) -> None:
         batch = _Batch(self._socket)
         packets = batch.packets
-        clock = time.monotonic
+        clock, unpack = time.monotonic, PLAIN.unpack_from
         tick = 0.0
         while not self._stopped:
             try:
@@ -162,13 +162,26 @@ class Capture:
                 self._broken(error)
                 lengths = ()
             now = clock()
+            streams = self._streams
             for packet, length in zip(packets, lengths, strict=False):
+                # As `parse` begins, without a call: nearly every packet comes this way.
+                kind, _, total, fragment, protocol, key, seq, offset, flags = unpack(packet)
+                start, stop = 34 + (offset >> 4 << 2), total + 14
+                if (
+                    54 <= start <= stop <= length
+                    and kind == PLAIN_IPV4
+                    and protocol == TCP
+                    and not fragment & FRAGMENTED
+                    and (stream := streams.get(key)) is not None
+                ):
+                    stream.feed(seq, flags, packet[start:stop], now)
+                    continue
                 segment = parse(packet, length)
                 if segment is None:
                     self._unreadable += 1
                     continue
                 key, dscp, seq, flags, payload = segment
-                stream = self._streams.get(key)
+                stream = streams.get(key)
                 if stream is not None:
                     stream.feed(seq, flags, payload, now)
                 elif dscp in self._marks:
@@ -215,7 +228,7 @@ class Capture:
 class _Batch:
     """Memory for some packets, and ``recvmmsg(2)``, which fills it at one call: half the cost of small packets.
 
-    Of large ones few are taken at a time, so that they are still in the processor's cache when their turn comes.
+    Large ones are taken one by one, so that each is still in the processor's cache when its turn comes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -232,19 +245,27 @@ class _Batch:
         self._lengths = words[_LENGTH_AT // 4 :: _MMSGHDR.size // 4]
         self._call = ctypes.CDLL(None, use_errno=True).recvmmsg
         self._arguments = ctypes.c_int(sock.fileno()), ctypes.c_void_p(ctypes.addressof(self._messages))
-        self._many, self._few, self._flags = ctypes.c_uint(MANY), ctypes.c_uint(FEW), ctypes.c_int(_MSG_WAITFORONE)
-        self._number = self._few
+        self._many, self._flags = ctypes.c_uint(MANY), ctypes.c_int(_MSG_WAITFORONE)
+        self._receive_one = sock.recv_into
+        self._large = True
 
     def receive(self) -> Sequence[int]:
         """The lengths of the next packets, which lie in `packets`; none if none came in `TICK_S`."""
-        count = self._call(*self._arguments, self._number, self._flags, None)
+        if self._large:
+            try:
+                length = self._receive_one(self.packets[0])
+            except BlockingIOError:  # SO_RCVTIMEO
+                return ()
+            self._large = length > LARGE_BYTES
+            return (length,)
+        count = self._call(*self._arguments, self._many, self._flags, None)
         if count < 0:
             number = ctypes.get_errno()
             if number in (errno.EAGAIN, errno.EINTR):
                 return ()
             raise OSError(number, os.strerror(number))
         lengths = self._lengths[:count].tolist()
-        self._number = self._few if max(lengths) > LARGE_BYTES else self._many
+        self._large = max(lengths) > LARGE_BYTES
         return lengths
 
 

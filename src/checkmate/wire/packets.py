@@ -30,8 +30,10 @@ HOP_BY_HOP, TCP, GRE = 0, 6, 47
 _ERSPAN_1_OR_2, _ERSPAN_3, _ERSPAN_MELLANOX = 0x88BE, 0x22EB, 0x8949
 
 #: Untagged Ethernet, IPv4 without options, TCP: nearly every packet, read at one go.
-_PLAIN = struct.Struct("!12x3sBH2xHxB2x12sI4xBB6x")
-_PLAIN_IPV4 = b"\x08\x00\x45"
+PLAIN = struct.Struct("!12x3sBH2xHxB2x12sI4xBB6x")
+PLAIN_IPV4 = b"\x08\x00\x45"
+#: In the field between them: more fragments follow, or this one is not the first.
+FRAGMENTED = 0x3FFF
 _ETHERTYPE = struct.Struct("!H")
 _IPV4 = struct.Struct("!BBH2xHxB2x8s")
 _IPV6 = struct.Struct("!IHBx32s")
@@ -70,9 +72,9 @@ def packed(address: str) -> bytes:
 
 def parse(data: memoryview, length: int) -> Segment | None:
     """The TCP segment in the packet ``data[:length]``; what lies behind `length` is not looked at."""
-    if length >= _PLAIN.size:
-        kind, tos, total, fragment, protocol, key, seq, offset, flags = _PLAIN.unpack_from(data)
-        if kind == _PLAIN_IPV4 and protocol == TCP and not fragment & 0x3FFF:
+    if length >= PLAIN.size:
+        kind, tos, total, fragment, protocol, key, seq, offset, flags = PLAIN.unpack_from(data)
+        if kind == PLAIN_IPV4 and protocol == TCP and not fragment & FRAGMENTED:
             start = 34 + (offset >> 4 << 2)
             stop = total + 14 if total and total + 14 < length else length
             if 54 <= start <= stop:
@@ -103,7 +105,7 @@ def _ipv4(data: memoryview, at: int, encapsulated: bool) -> Segment | None:
     version, tos, total, fragment, protocol, addresses = _IPV4.unpack_from(data, at)
     header = (version & 15) << 2
     stop = min(at + total, len(data)) if total else len(data)
-    if version >> 4 != 4 or header < 20 or at + header > stop or fragment & 0x3FFF:
+    if version >> 4 != 4 or header < 20 or at + header > stop or fragment & FRAGMENTED:
         return None
     return _within_ip(data[:stop], at + header, protocol, tos, addresses, encapsulated)
 

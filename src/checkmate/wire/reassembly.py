@@ -201,7 +201,14 @@ class Stream:
             self.segments += 1
             self._expected = (seq + count) & _MASK
             self._position += count
-            self._put(payload)
+            scanner = self.scanner  # as `Scanner.put`, without a call: nearly every packet comes this way
+            start = scanner._filled
+            stop = start + count
+            if stop < scanner._need:
+                scanner._memory[start:stop] = payload
+                scanner._filled = stop
+            else:
+                scanner._put(payload)
             return
         self._feed(seq, flags, payload, now)
         self._expected = -1 if self._waiting or self._position < 0 else self._position & _MASK
