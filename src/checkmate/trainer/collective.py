@@ -25,7 +25,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from xxhash import xxh3_64_intdigest as xxh3
@@ -103,7 +104,7 @@ class Collective:
         self._seal_for = seal
         self._seals: dict[bytes, Seal] = {}
         self._sealed = 0  #: counts the trailers, for their nonces
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  #: `hang_up` may come from a garbage collection, anywhere
         self._error: Exception | None = None
         self._closed = False
         self._operations: deque[Operation] = deque()  #: not finished yet, oldest first
@@ -118,9 +119,17 @@ class Collective:
         self._inbox = {
             r: torch.empty(AHEAD * CHUNK_BYTES, dtype=torch.uint8) for r, peer in enumerate(peers) if peer is not None
         }
+        #: A place in the inbox that is free again; None: there is nothing to wait for any more.
+        self._room: dict[int, queue.SimpleQueue[int | None]] = {r: queue.SimpleQueue() for r in self._inbox}
+        for place, room in product(range(AHEAD), self._room.values()):
+            room.put(place)
         self._outbox: dict[int, queue.SimpleQueue[_Outgoing | None]] = {r: queue.SimpleQueue() for r in self._inbox}
         self._tagged: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._expected: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()  #: by the tagged receiver
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()  #: awaited by the clock
+        #: On what threads wait; None ends each wait. Simple ones, for those may be put to from a garbage collection.
+        self._waited: list[queue.SimpleQueue[Any]] = [self._tagged, self._expected, self._over]
+        self._waited += [*self._outbox.values(), *self._room.values()]
         #: What each peer says of its contribution in that place: operation, first byte in the bucket, length.
         self._claims = {r: [(0, 0, 0)] * AHEAD for r in self._inbox}
         self._sockets = [s for peer in others for s in peer if s is not None]
@@ -154,7 +163,7 @@ class Collective:
 
         `shard` is memory for this rank's sum.
         """
-        with self._changed:
+        with self._lock:
             operation = Operation(self._numbers, bucket, plan, self.rank, label, shard)
             self._numbers += 1
             if self._error is not None or self._closed:
@@ -169,25 +178,25 @@ class Collective:
             self._expected.put(operation)
         for step in range(1, self.world):
             other = (self.rank + step) % self.world
-            for chunk in plan.chunks[other]:
-                prefix = _PREFIX.pack(_SCATTER, operation.number, chunk.start, chunk.stop - chunk.start)
-                self._outbox[other].put(_Outgoing([prefix, operation.memory[chunk.start : chunk.stop]]))
-        try:
-            self._reduce()  # the peers may have been faster
-        except Exception as error:
-            self.fail(error)
+            buffers: list[Memory] = []
+            for start, stop, _ in plan.chunks[other]:
+                buffers += (
+                    _PREFIX.pack(_SCATTER, operation.number, start, stop - start),
+                    operation.memory[start:stop],
+                )
+            self._outbox[other].put(_Outgoing(buffers))
+        self._reduce()  # the peers may have been faster
         return operation
 
     def fail(self, error: Exception) -> None:
         """The collective is over, here and by the end of its connections everywhere."""
-        with self._changed:
+        with self._lock:
             if self._error is not None or self._closed:
                 return
             self._error = error
             unfinished = list(self._operations)
             self._operations.clear()
             self._begun.clear()
-            self._changed.notify_all()
         self._disconnect()
         for operation in unfinished:
             _fail(operation, error)
@@ -195,9 +204,8 @@ class Collective:
     def hang_up(self) -> None:
         """End all connections, and with them the threads. What is under way fails."""
         self.fail(ConnectionError("the collective was closed"))
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
         self._disconnect()
 
     def close(self) -> None:
@@ -212,21 +220,14 @@ class Collective:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        for outgoing in (*self._outbox.values(), self._tagged):
-            outgoing.put(None)
-        self._expected.put(None)
+        for waited in self._waited:
+            waited.put(None)
 
     # ------------------------------------------------------------ summing
 
-    def _wait_for_room(self, sequence: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: sequence < self._summed + AHEAD or self._error is not None or self._closed)
-            if self._error is not None or self._closed:
-                raise ConnectionError("the collective is over")
-
     def _contribution(self, sequence: int) -> None:
         """A peer's contribution to the chunk with this number is here."""
-        with self._changed:
+        with self._lock:
             at = sequence - self._summed
             while len(self._arrived) <= at:
                 self._arrived.append(0)
@@ -236,34 +237,35 @@ class Collective:
     def _reduce(self) -> None:
         """Sum every chunk that is complete, in order. One thread does, whichever comes first."""
         while True:
-            with self._changed:
+            with self._lock:
                 ready = self._chunks and self._arrived and self._arrived[0] == self.world - 1
                 if self._summing or not ready or self._error is not None:
                     return
                 self._summing = True
                 operation, chunk = self._chunks.popleft()
+                self._arrived.popleft()
+                place = self._summed % AHEAD
+                self._summed += 1
             try:
-                self._sum(operation, chunk, self._summed % AHEAD)
+                self._sum(operation, chunk, place)
+                for room in self._room.values():
+                    room.put(place)
+                self._gather(operation, chunk)
             except Exception as error:
                 self.fail(error)
                 return
-            with self._changed:
-                self._arrived.popleft()
-                self._summed += 1
-                self._changed.notify_all()
-            self._gather(operation, chunk)
-            with self._changed:
+            with self._lock:
                 self._summing = False
             self._finished(operation)
 
-    def _sum(self, operation: Operation, chunk: Chunk, slot: int) -> None:
+    def _sum(self, operation: Operation, chunk: Chunk, place: int) -> None:
         expected = (operation.number, chunk.start, chunk.stop - chunk.start)
         for other, claims in self._claims.items():
-            if claims[slot] != expected:
+            if claims[place] != expected:
                 raise ConnectionError(f"rank {other} reduces another bucket than rank {self.rank}")
         size = operation.bucket.element_size()
         dtype, count = operation.bucket.dtype, (chunk.stop - chunk.start) // size
-        first = slot * CHUNK_BYTES
+        first = place * CHUNK_BYTES
         own = operation.bucket[chunk.start // size : chunk.stop // size]
         at = (chunk.start - operation.first) // size
         total = operation.sums[at : at + count]
@@ -317,7 +319,7 @@ class Collective:
 
     def _finished(self, operation: Operation) -> None:
         """One more chunk of the bucket holds its sum, or one more sum is sent."""
-        with self._changed:
+        with self._lock:
             operation.unfinished -= 1
             if operation.unfinished or self._begun.pop(operation.number, None) is None:
                 return
@@ -346,9 +348,10 @@ class Collective:
             _fill(sock, memoryview(prefix), other)
             kind, number, start, nbytes = _PREFIX.unpack(prefix)
             if kind == _SCATTER and nbytes <= CHUNK_BYTES:
-                self._wait_for_room(sequence)
-                first = sequence % AHEAD * CHUNK_BYTES
-                self._claims[other][sequence % AHEAD] = (number, start, nbytes)
+                if (place := self._room[other].get()) is None:
+                    raise ConnectionError("the collective is over")
+                first = place * CHUNK_BYTES
+                self._claims[other][place] = (number, start, nbytes)
                 _fill(sock, inbox[first : first + nbytes], other)
                 self._contribution(sequence)
                 sequence += 1
@@ -375,16 +378,15 @@ class Collective:
                 self._finished(operation)
 
     def _watch_time(self) -> None:
-        with self._changed:
-            while not self._closed and self._error is None:
+        left = 1.0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._over.get(timeout=min(left, 1.0))
+            with self._lock:
                 oldest = self._operations[0] if self._operations else None
-                left = 1.0 if oldest is None else oldest.began + self.timeout_s - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, 1.0))
-            else:
-                return
-        self.fail(TimeoutError(f"no answer within the process group's timeout of {self.timeout_s:g} s"))
+            left = 1.0 if oldest is None else oldest.began + self.timeout_s - time.monotonic()
+            if left <= 0:
+                return self.fail(TimeoutError(f"no answer within the process group's timeout of {self.timeout_s:g} s"))
 
 
 def _divides_last(world: int, dtype: torch.dtype) -> bool:
