@@ -125,6 +125,8 @@ def commands(shape: Shape) -> Iterator[Command]:
     for name in namespaces:
         yield Command((*within(name), "sh", "-c", NO_IPV6))
     yield Command(("ip", "-batch", "-"), _lines(_cables(shape)))
+    for name in namespaces:
+        yield Command((*within(name), "sh", "-c", IN_ORDER))
     yield Command(("ip", "-n", SWITCH, "-batch", "-"), _lines(_bridges(shape)))
     yield Command(("bridge", "-n", SWITCH, "-batch", "-"), _lines(_forwarding(shape)))
     for host in everyone:
@@ -143,6 +145,12 @@ def commands(shape: Shape) -> Iterator[Command]:
 
 #: Router solicitations and reports of group membership would stand in the counters.
 NO_IPV6 = "for f in all default; do f=/proc/sys/net/ipv6/conf/$f/disable_ipv6; [ ! -e $f ] || echo 1 >$f; done"
+#: As on a wire, packets of one connection stay in order, whichever processor their sender runs on. Otherwise TCP takes
+#: some for lost, and what it sends again stands in the counters.
+IN_ORDER = (
+    "n=$(nproc); [ $n -lt 32 ] || n=31; mask=$(printf %x $(((1 << n) - 1))); "
+    "for f in /sys/class/net/*/queues/rx-*/rps_cpus; do [ ! -e $f ] || echo $mask >$f; done"
+)
 OFFLOADS = ("tx", "off", "sg", "off", "tso", "off", "gso", "off", "gro", "off")
 
 
