@@ -20,7 +20,15 @@ LAYERS = (
     ("errors",),
     ("values", "wire"),
     ("layout", "tensors"),
-    ("shadow.partition", "shadow.pieces", "shadow.replay", "transport"),
+    (
+        "shadow.effects",
+        "shadow.partition",
+        "shadow.pieces",
+        "shadow.replay",
+        "shadow.slot",
+        "shadow.stories",
+        "transport",
+    ),
     ("recovery", "switch"),
     ("shadow", "trainer"),
     ("lab", "doctor"),
@@ -29,7 +37,10 @@ LAYERS = (
     ("cli",),
     ("__main__", ""),
 )
-SANS_IO = ("wire", "layout", "shadow.partition", "shadow.repairs", "switch.rules", "lab.plan", "doctor.judge")
+SANS_IO = (
+    "wire", "layout", "shadow.effects", "shadow.partition", "shadow.repairs", "shadow.slot", "shadow.stories",
+    "switch.rules", "lab.plan", "doctor.judge",
+)  # fmt: skip
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",
      "socket", "ssl", "subprocess", "threading", "time", "torch", "numpy")

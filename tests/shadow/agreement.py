@@ -17,20 +17,9 @@ from dataclasses import fields
 from typing import Any
 
 from checkmate.errors import ProtocolError
-from checkmate.shadow.partition import (
-    RING_STEPS,
-    Acknowledge,
-    Apply,
-    AskAnchors,
-    AskResume,
-    Drop,
-    Effect,
-    Freeze,
-    Partition,
-    Phase,
-    Slot,
-    Verdict,
-)  # fmt: skip
+from checkmate.shadow.effects import Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze
+from checkmate.shadow.partition import RING_STEPS, Partition, Phase, Verdict
+from checkmate.shadow.slot import Slot
 from checkmate.wire.frames import Kind
 from checkmate.wire.messages import Part
 from checkmate.wire.ranges import RangeSet

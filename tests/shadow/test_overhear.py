@@ -17,20 +17,9 @@ from hypothesis import strategies as st
 
 from checkmate.errors import ProtocolError
 from checkmate.layout import Layout
-from checkmate.shadow.partition import (
-    RING_STEPS,
-    Acknowledge,
-    Apply,
-    AskResume,
-    Drop,
-    Effect,
-    Freeze,
-    Partition,
-    Phase,
-    Slot,
-    Tell,
-    Verdict,
-)  # fmt: skip
+from checkmate.shadow.effects import Acknowledge, Apply, AskResume, Drop, Effect, Freeze, Tell
+from checkmate.shadow.partition import RING_STEPS, Partition, Phase, Verdict
+from checkmate.shadow.slot import Slot
 from checkmate.wire.frames import Header, Kind
 from checkmate.wire.messages import Block, Fingerprint, Part, Shard, Spec, Update
 from checkmate.wire.ranges import RangeSet

@@ -8,20 +8,8 @@ import pytest
 
 from checkmate.errors import ProtocolError
 from checkmate.layout import Layout
-from checkmate.shadow.partition import (
-    RING_STEPS,
-    Acknowledge,
-    Apply,
-    AskAnchors,
-    AskResume,
-    Drop,
-    Effect,
-    Freeze,
-    Partition,
-    Phase,
-    Tell,
-    Verdict,
-)  # fmt: skip
+from checkmate.shadow.effects import Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze, Tell
+from checkmate.shadow.partition import RING_STEPS, Partition, Phase, Verdict
 from checkmate.wire.frames import Header, Kind
 from checkmate.wire.messages import Anchor, Block, Digest, Entry, Fingerprint, Part, Spec, Update
 

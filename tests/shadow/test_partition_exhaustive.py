@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import checkmate.shadow.partition
-from checkmate.shadow.partition import Acknowledge, Apply, Drop, Effect, Partition, Verdict
+from checkmate.shadow.effects import Acknowledge, Apply, Drop, Effect
+from checkmate.shadow.partition import Partition, Verdict
 from checkmate.wire.frames import Header, Kind
 from checkmate.wire.messages import Part
 

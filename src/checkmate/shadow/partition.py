@@ -12,15 +12,16 @@ thread or clock; `run.Run` performs the effects. Its invariants stand in ``DESIG
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, field
 from enum import Enum
 
 from ..errors import ProtocolError
-from ..layout import Layout, Slice
+from ..layout import Layout
 from ..wire.frames import Header, Kind
 from ..wire.messages import Anchor, Part
 from ..wire.ranges import RangeSet
+from .effects import Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze
+from .slot import Slot, key_of, listed_by
+from .stories import disagreement, uncovered
 
 #: How many steps beyond the applied one may be in memory, complete or not.
 RING_STEPS = 3
@@ -36,97 +37,6 @@ class Verdict(Enum):
     TAKE = "take"  #: put the payload into its buffer
     DRAIN = "drain"  #: a duplicate, or of a step or epoch that no longer counts: read it and forget it
     WAIT = "wait"  #: the ring is full: do not read on before `applied` has moved
-
-
-# Effects. `Partition` returns them in the order in which they must be performed: a step is put in the queue of the
-# replayer before it is acknowledged, because an acknowledged step must survive everything but the shadow's death.
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Replay this step; its parts and buffers are complete and stable. Report back with `Partition.applied`."""
-
-    epoch: int
-    step: int
-    parts: dict[int, Part] = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Freeze:
-    """After everything queued before: keep the state as the recovery point and begin an empty one beside it.
-
-    `keep` is False when the state never became whole: it is dropped, and what was frozen before stays.
-    """
-
-    epoch: int
-    keep: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """The buffers of this step are free."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
-    """Tell every rank where this shadow stands."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskResume:
-    """Tell every rank to stream as `epoch`."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskAnchors:
-    """Tell every rank to anchor the blocks that it owns, at steps from `step` on."""
-
-    epoch: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Report to the user, on the ranks named."""
-
-    kind: str
-    text: str
-    step: int
-    fatal: bool = False
-
-
-Effect = Apply | Freeze | Drop | Acknowledge | AskResume | AskAnchors | Tell
-
-
-#: What ranks send of a step, told apart: kind, rank, update, block, entry, round.
-Key = tuple[Kind, int, int, int, int, int]
-
-
-@dataclass(slots=True)
-class Slot:
-    """What has come of one step. Of each key, no more can arrive than its part lists."""
-
-    parts: dict[int, Part] = field(default_factory=dict)
-    listed: dict[Key, tuple[int, int]] = field(default_factory=dict)  #: by the parts that are here: first byte, stop
-    ranges: dict[Key, RangeSet] = field(default_factory=dict)  #: that have arrived
-    owed: dict[Key, int] = field(default_factory=dict)  #: bytes listed that have not arrived, where there are any
-    rounds: dict[tuple[int, int], int] = field(default_factory=dict)  #: newest overheard, of update and block
-
-    def note(self, key: Key) -> None:
-        """Bytes of `key` have arrived, or it is listed now."""
-        if (listed := self.listed.get(key)) is None:
-            return
-        arrived = self.ranges.get(key)
-        owed = sum(b - a for a, b in arrived.missing(*listed)) if arrived else listed[1] - listed[0]
-        if owed:
-            self.owed[key] = owed
-        else:
-            self.owed.pop(key, None)
 
 
 class Partition:
@@ -195,7 +105,7 @@ class Partition:
         verdict = self._place(header)
         if verdict is not Verdict.TAKE or header.kind is Kind.PART:
             return verdict
-        slot, key = self._slots.setdefault(header.step, Slot()), _key(header)
+        slot, key = self._slots.setdefault(header.step, Slot()), key_of(header)
         if header.kind is Kind.ANCHOR:
             self.anchor(header)
         if header.rank in slot.parts and key not in slot.listed:
@@ -212,7 +122,7 @@ class Partition:
         if header.epoch != self.epoch or self._place(header) is Verdict.DRAIN:
             return []
         slot = self._slots.setdefault(header.step, Slot())
-        slot.ranges.setdefault(key := _key(header), RangeSet()).add(header.offset, header.offset + header.length)
+        slot.ranges.setdefault(key := key_of(header), RangeSet()).add(header.offset, header.offset + header.length)
         slot.note(key)
         return self._advance()
 
@@ -230,7 +140,7 @@ class Partition:
             return False
         if self._place(header) is not Verdict.TAKE:
             return False
-        slot, key = self._slots.setdefault(header.step, Slot()), _key(header)
+        slot, key = self._slots.setdefault(header.step, Slot()), key_of(header)
         if header.rank in slot.parts and key not in slot.listed:
             return False
         name = header.update, header.block
@@ -276,7 +186,7 @@ class Partition:
         slot = self._slots.setdefault(part.step, Slot())
         if part.rank in slot.parts:
             return []
-        listed = self._listed(part)
+        listed = listed_by(part, self.layout)
         mine = [key for key in slot.ranges if key[1] == part.rank and key not in listed]
         for key in mine:
             if key[5]:  # overheard: of a round that was not the last, or of a parameter without gradient
@@ -328,37 +238,6 @@ class Partition:
             raise ProtocolError(f"{header}: past the end of entry {header.entry}")
         return anchor, header.entry
 
-    def _listed(self, part: Part) -> dict[Key, tuple[int, int]]:
-        """What this part says that its rank sends: first byte and stop."""
-        name = f"part of rank {part.rank}, step {part.step}"
-        mine, listed = self.layout.slices[part.rank], dict[Key, tuple[int, int]]()
-        for number, update in enumerate(part.updates):
-            if update.blocks != sorted(set(update.blocks)) or max(update.blocks, default=-1) >= len(self.layout.blocks):
-                raise ProtocolError(f"{name}, update {number}: no ascending list of blocks: {update.blocks}")
-            if (self.layout.tap == "mirror") is (update.shards is None):
-                raise ProtocolError(f"{name}, update {number}: says nothing of its shards, or has none to speak of")
-            for shard in update.shards or ():
-                stop = shard.offset + shard.nbytes
-                if shard.block not in update.blocks or stop > self.layout.blocks[shard.block].nbytes:
-                    raise ProtocolError(f"{name}, update {number}: {shard} is of no gradient of it")
-                key = (Kind.GRAD, part.rank, shard.update if shard.round else number, shard.block, 0, shard.round)
-                if listed.setdefault(key, (shard.offset, stop)) != (shard.offset, stop):
-                    raise ProtocolError(f"{name}, update {number}: {shard} is listed twice, differently")
-            if update.shards is None:
-                for block in (b for b in update.blocks if b in mine):
-                    listed[Kind.GRAD, part.rank, number, block, 0, 0] = _range(mine[block])
-        for anchor in part.anchors:
-            block = anchor.block
-            if block >= len(self.layout.blocks) or self.layout.owners[block] != part.rank:
-                raise ProtocolError(f"{name} anchors block {block}, not its own")
-            if not anchor.entries or anchor.entries[0].nbytes != self.layout.blocks[block].nbytes:
-                raise ProtocolError(f"{name}, anchor of block {block}: entry 0 is not the whole block")
-            if (Kind.ANCHOR, part.rank, 0, block, 0, 0) in listed:
-                raise ProtocolError(f"{name} anchors block {block} twice")
-            for i, entry in enumerate(anchor.entries):
-                listed[Kind.ANCHOR, part.rank, 0, block, i, 0] = (0, entry.nbytes)
-        return listed
-
     # ------------------------------------------------------------ progress
 
     def _start(self, rank: int, step: int) -> list[Effect]:
@@ -387,7 +266,9 @@ class Partition:
             slot = self._slots.get(step)
             if slot is None or len(slot.parts) < len(self._ranks) or slot.owed:
                 break
-            if (trouble := self._disagreement(step, slot) or self._uncovered(step, slot)) is not None:
+            if (
+                trouble := disagreement(step, slot.parts, self.layout) or uncovered(step, slot.parts, self.layout)
+            ) is not None:
                 effects.append(trouble)
                 if trouble.fatal:
                     self._gap = (step, trouble.text)
@@ -411,66 +292,6 @@ class Partition:
         if self._gap is not None and self.stable >= self._gap[0] - 1:
             return self.end_epoch(self._gap[1])
         return [Acknowledge()] if moved else []
-
-    def _disagreement(self, step: int, slot: Slot) -> Tell | None:
-        """Do the ranks of each replica set tell the same story of this step?"""
-        alike = self.layout.alike
-        for rank in self._ranks:
-            first, mine = slot.parts[alike[rank][0]], slot.parts[rank]
-            if mine is first:
-                continue
-            if _story(mine) != _story(first):
-                text = (
-                    f"ranks {first.rank} and {rank} took different optimizer steps in step {step}: "
-                    f"{len(first.updates)} and {len(mine.updates)} updates, or gradients for different parameters"
-                )
-                return Tell("replicas", text, step, fatal=True)
-            for ours, theirs in zip(first.updates, mine.updates, strict=True):
-                if ours.agreement != theirs.agreement:
-                    text = f"ranks {first.rank} and {rank} used different hyper-parameters in step {step}"
-                    return Tell("replicas", text, step)
-        for number, ranks in enumerate(self.layout.replica_sets):
-            lead, *others = (slot.parts[rank] for rank in sorted({alike[rank][0] for rank in ranks}))
-            for second in others:  # ranks that share only some of their blocks
-                shared = {b for b, block in enumerate(self.layout.blocks) if block.replicas == number}
-                if _story(second, shared) != _story(lead, shared):
-                    text = (
-                        f"ranks {lead.rank} and {second.rank} took different optimizer steps in step {step} with the "
-                        "parameters that both hold"
-                    )
-                    return Tell("replicas", text, step, fatal=True)
-        seen: dict[int, tuple[int, int]] = {}
-        for rank in self._ranks:
-            for digest in slot.parts[rank].gradients:
-                other, value = seen.setdefault(digest.block, (rank, digest.digest))
-                if value != digest.digest:
-                    fqn = self.layout.blocks[digest.block].fqn if digest.block < len(self.layout.blocks) else "?"
-                    text = f"ranks {other} and {rank} hold different gradients of {fqn} in step {step}"
-                    return Tell("replicas", text, step)
-        return None
-
-    def _uncovered(self, step: int, slot: Slot) -> Tell | None:
-        """With shards that parts name: is every gradient there once, from end to end?"""
-        if self.layout.tap != "mirror":
-            return None
-        blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for part in slot.parts.values():
-            for number, update in enumerate(part.updates):
-                for block in update.blocks:
-                    blocks.setdefault((number, block), [])
-                for shard in update.shards or ():
-                    blocks[number, shard.block].append((shard.offset, shard.offset + shard.nbytes))
-        for (_, block), ranges in blocks.items():
-            ends = [0]
-            for start, stop in sorted(ranges):
-                if start != ends[-1]:
-                    break
-                ends.append(stop)
-            if len(ends) <= len(ranges) or ends[-1] != self.layout.blocks[block].nbytes:
-                fqn = self.layout.blocks[block].fqn
-                text = f"the ranks' shards of the gradient of {fqn} in step {step} are not the whole gradient once"
-                return Tell("replicas", text, step, fatal=True)
-        return None
 
     def stabilise(self, epoch: int, step: int) -> list[Effect]:
         """Rank 0 says that every replica in the view has received `step`."""
@@ -526,19 +347,3 @@ class Partition:
         self._unanchored = set(range(len(self.layout.blocks)))
         effects: list[Effect] = [Drop(step) for step in void]
         return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]
-
-
-def _story(part: Part, among: Container[int] | None = None) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Its updates: number, optimizer, blocks with a gradient. Only of some blocks, where these are named."""
-    if among is None:
-        return [(number, u.optimizer, tuple(u.blocks)) for number, u in enumerate(part.updates)]
-    told = [(number, u.optimizer, tuple(b for b in u.blocks if b in among)) for number, u in enumerate(part.updates)]
-    return [entry for entry in told if entry[2]]
-
-
-def _key(header: Header) -> Key:
-    return (header.kind, header.rank, header.update, header.block, header.entry, header.round)
-
-
-def _range(piece: Slice) -> tuple[int, int]:
-    return piece.offset, piece.offset + piece.nbytes

@@ -18,8 +18,9 @@ from ..errors import StepNotFound
 from ..wire.frames import Kind
 from ..wire.messages import Digest, Incarnation, Spec
 from .buffers import Key, of_entry
+from .effects import Apply, Freeze
 from .gradients import Gradients
-from .partition import Apply, Freeze, Partition
+from .partition import Partition
 from .replay import Cut, State
 
 

@@ -53,21 +53,9 @@ from ..wire.messages import (
 )  # fmt: skip
 from ..wire.packets import Flow
 from .buffers import Buffers
+from .effects import Acknowledge, Apply, AskAnchors, AskResume, Drop, Effect, Freeze, Tell
 from .members import Member, Members
-from .partition import (
-    RING_STEPS,
-    Acknowledge,
-    Apply,
-    AskAnchors,
-    AskResume,
-    Drop,
-    Effect,
-    Freeze,
-    Partition,
-    Phase,
-    Tell,
-    Verdict,
-)  # fmt: skip
+from .partition import RING_STEPS, Partition, Phase, Verdict
 from .repairs import PATIENCE_S, Repairs
 from .replay import Cut, check_part, state_multiple
 from .replayer import Replayer, Work
