@@ -126,9 +126,10 @@ class Collective:
         self._outbox: dict[int, queue.SimpleQueue[_Outgoing | None]] = {r: queue.SimpleQueue() for r in self._inbox}
         self._tagged: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._expected: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()  #: by the tagged receiver
+        self._begun_now: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()  #: of which all may be here already
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()  #: awaited by the clock
         #: On what threads wait; None ends each wait. Simple ones, for those may be put to from a garbage collection.
-        self._waited: list[queue.SimpleQueue[Any]] = [self._tagged, self._expected, self._over]
+        self._waited: list[queue.SimpleQueue[Any]] = [self._tagged, self._expected, self._begun_now, self._over]
         self._waited += [*self._outbox.values(), *self._room.values()]
         #: What each peer says of its contribution in that place: operation, first byte in the bucket, length.
         self._claims = {r: [(0, 0, 0)] * AHEAD for r in self._inbox}
@@ -143,6 +144,7 @@ class Collective:
                 self._thread("tagged send", self._send, peer.tagged_out, self._tagged)
             if peer.tagged_in is not None:
                 self._thread("tagged receive", self._receive_frames, peer.tagged_in, other)
+        self._thread("sum", self._catch_up)
         self._thread("clock", self._watch_time)
 
     def _thread(self, name: str, work: Callable[..., None], *args: object) -> None:
@@ -185,7 +187,7 @@ class Collective:
                     operation.memory[start:stop],
                 )
             self._outbox[other].put(_Outgoing(buffers))
-        self._reduce()  # the peers may have been faster
+        self._begun_now.put(operation)
         return operation
 
     def fail(self, error: Exception) -> None:
@@ -233,6 +235,11 @@ class Collective:
                 self._arrived.append(0)
             self._arrived[at] += 1
         self._reduce()
+
+    def _catch_up(self) -> None:
+        """Where the peers were faster than this rank, nobody else may come to sum: the training thread does not."""
+        while self._begun_now.get() is not None:
+            self._reduce()
 
     def _reduce(self) -> None:
         """Sum every chunk that is complete, in order. One thread does, whichever comes first."""
