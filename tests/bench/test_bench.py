@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from checkmate.bench.common import BenchmarkFailed, Crew, at_least, at_most, everywhere, quantile, two_cores
 from checkmate.cli import app
+from checkmate.errors import UsageError
+from tests.network import one_lab, requires_network
 
 
 def run(*arguments: str) -> dict[str, dict[str, Any]]:
@@ -57,6 +59,35 @@ def test_ingest_is_replayed_right_both_ways():
 def test_restore_brings_back_the_same_state_into_one_rank_and_into_two():
     figures = run("restore", "--parameters", "50000", "--rounds", "1")  # compares checksums
     assert {"1 rank: restore by raw TCP", "2 ranks: restore by raw TCP"} <= set(figures)
+
+
+class TestNetwork:
+    """In the lab: small and few, but with real packets."""
+
+    pytestmark = [*requires_network, pytest.mark.processes, pytest.mark.slow]
+
+    def test_bytes_are_exact_and_nothing_differs_whatever_gets_lost(self) -> None:
+        with one_lab():
+            figures = run("network", "--quick")
+        for name in (
+            "delivery: 2 workers × 1 MB: gradients taken by the shadow",
+            "delivery: 2 workers × 1 MB: TCP payload captured",
+            "delivery: 2 workers × 1 MB: repaired",
+            "loss: 5 % of 2 workers × 1 MB: tensors that differ, of 16 compared",
+        ):
+            assert figures[name]["holds"], figures[name]
+        assert figures["loss: 5 % of 2 workers × 1 MB: repaired"]["value"] > 0
+        assert {name.partition(":")[0] for name in figures} == {
+            "egress", "delivery", "collective", "overhead", "loss", "capture"
+        }  # fmt: skip
+        targets = {figure["name"]: figure["target"] for figure in figures.values() if figure["target"]}
+        assert targets["egress: 2 workers × 1 MB: 3 ports differ by"] == "≤ 0.1"
+        assert targets["collective: 2 ranks × 1 MB: ours by Gloo, div_ and all_reduce"] == "≤ 1.05"
+
+    def test_part_that_is_not_there_is_wrong_usage(self) -> None:
+        result = CliRunner().invoke(app, ["bench", "network", "--only", "nothing"])
+        assert isinstance(result.exception, UsageError)
+        assert "there is no part 'nothing'; there are egress, delivery" in str(result.exception)
 
 
 def test_quantiles_are_values_that_were_measured():

@@ -62,9 +62,12 @@ def settle(ranks: list[Trainer]) -> int:
     return stop
 
 
-def audit(ranks: list[Trainer]) -> None:
-    """The shadow holds the bits that training has."""
-    step = settle(ranks)
+def audit(ranks: list[Trainer], room: bool = True) -> None:
+    """The shadow holds the bits that training has. Without room in staging, the last step may be one of a gap."""
+    for _ in range(1 if room else 5):
+        step = settle(ranks)
+        if room or ranks[0].call("wait", 5.0)["error"] is None:
+            break
     for rank in ranks:
         called = rank.call("audit", 30.0)
         assert called["error"] is None, called["error"]
@@ -102,7 +105,7 @@ def test_stopped_shadow_costs_the_workers_nothing_and_is_whole_again(
     shadow.cont()
     assert during_at > before_at + 40
     ranks[0].await_whole(during_at + 1)
-    audit(ranks)
+    audit(ranks, room=staging is None)
     for rank in ranks:
         assert len(tagged(rank, 3)) == 1
         lab.check_steps(rank)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import get_context
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ def at_least(name: str, value: float, bound: float, unit: str = "") -> Figure:
     return Figure(name, value, unit, f"≥ {bound:,.4g}", value >= bound)
 
 
+def exactly(name: str, value: float, wanted: float, unit: str = "") -> Figure:
+    return Figure(name, value, unit, f"= {wanted:,.10g}", value == wanted)
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """The smallest value that a share `q` of all does not exceed: 0.5 is the median, 0.95 the 95th percentile."""
     ordered = sorted(values)
@@ -89,7 +94,7 @@ def two_cores() -> tuple[Cores, Cores]:
 
 
 @contextmanager
-def _started_on(cores: Cores) -> Iterator[None]:
+def started_on(cores: Cores) -> Iterator[None]:
     """Processes started inside run on these cores, with one thread for torch: both are inherited."""
     before, threads = everywhere(), os.environ.get("OMP_NUM_THREADS")
     os.sched_setaffinity(0, cores)
@@ -103,19 +108,42 @@ def _started_on(cores: Cores) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread in a network namespace: sockets made here, and processes started, stay there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{namespace}") as there:
+        if libc.setns(there.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+        try:
+            yield
+        finally:
+            libc.setns(before.fileno(), 0)
+
+
 class Crew:
-    """Processes that each make an object once and then call its methods when told, all at the same time."""
+    """Processes that each make an object once and then call its methods when told, all at the same time.
+
+    With `namespaces`, each is in one.
+    """
 
     def __init__(
-        self, make: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], on_cores: Sequence[Cores]
+        self,
+        make: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        on_cores: Sequence[Cores],
+        namespaces: Sequence[str] = (),
     ) -> None:
         context = get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for args, cores in zip(arguments, on_cores, strict=True):
+        resource_tracker.ensure_running()  # out here, and not wherever the first one starts
+        places: list[AbstractContextManager[None]] = [inside(namespace) for namespace in namespaces]
+        places += [nullcontext()] * (len(arguments) - len(places))
+        for args, cores, place in zip(arguments, on_cores, places, strict=True):
             ours, theirs = context.Pipe()
             process = context.Process(target=_member, args=(theirs, make, args), daemon=True)
-            with _started_on(cores):
+            with started_on(cores), place:
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -167,7 +195,8 @@ def _member(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     except EOFError:
         return
     except Exception:
-        pipe.send((False, traceback.format_exc()))
+        with suppress(OSError):  # another member has failed before, and nobody listens any more
+            pipe.send((False, traceback.format_exc()))
 
 
 class ShadowProcess:
@@ -213,7 +242,7 @@ class ShadowProcess:
 @contextmanager
 def shadow_on(cores: Cores) -> Iterator[ShadowProcess]:
     """An empty shadow on a free port of this machine, pinned to cores."""
-    with _started_on(cores):
+    with started_on(cores):
         process = subprocess.Popen(
             [sys.executable, "-m", "checkmate", "shadow", "--listen", "127.0.0.1:0"],
             stdout=subprocess.PIPE,

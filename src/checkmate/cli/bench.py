@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -13,9 +14,12 @@ from rich.table import Table
 from .status import AsJson
 
 if TYPE_CHECKING:
-    from ..bench.common import Outcome
+    from ..bench.common import Figure, Outcome
 
-app = typer.Typer(help="Measure overhead, ingest and restore beside the limits of this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure overhead, ingest, restore and the network tap beside the limits of this machine.",
+    no_args_is_help=True,
+)
 
 Parameters = Annotated[int, typer.Option(min=1, help="Parameters of the model, in fp32; about so many.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often limit and benchmark alternate.")]
@@ -59,6 +63,25 @@ def restore(parameters: Parameters = 100_000_000, rounds: Rounds = 3, as_json: A
     from ..bench.restore import measure
 
     show(measure(parameters, rounds), as_json)
+
+
+@app.command()
+def network(
+    quick: Annotated[bool, typer.Option("--quick", help="Small and few: to see that it runs.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="PART", help="egress, delivery, collective, overhead, loss or capture; by default all."),
+    ] = None,
+    rate: Annotated[str, typer.Option(metavar="RATE", help="Of links, where delivery limits them.")] = "400mbit",
+    as_json: AsJson = False,
+) -> None:
+    """What replication by the network costs and brings, in a lab on this machine (as root)."""
+    from ..bench.network import measure
+
+    def progress(figure: Figure) -> None:
+        print(f"{figure.name}: {figure.value:,.3f} {figure.unit}".rstrip(), file=sys.stderr, flush=True)
+
+    show(measure(quick, only, rate, progress), as_json)
 
 
 def show(outcome: Outcome, as_json: bool) -> None:
