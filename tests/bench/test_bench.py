@@ -61,10 +61,13 @@ def test_restore_brings_back_the_same_state_into_one_rank_and_into_two():
     assert {"1 rank: restore by raw TCP", "2 ranks: restore by raw TCP"} <= set(figures)
 
 
+NETWORK = [*requires_network, pytest.mark.processes, pytest.mark.slow]
+
+
 class TestNetwork:
     """In the lab: small and few, but with real packets."""
 
-    pytestmark = [*requires_network, pytest.mark.processes, pytest.mark.slow]
+    pytestmark = NETWORK
 
     def test_bytes_are_exact_and_nothing_differs_whatever_gets_lost(self) -> None:
         with one_lab():

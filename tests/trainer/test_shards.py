@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,8 +60,9 @@ def test_a_rank_has_one_range_of_a_block(bucket: tuple[int, list[Place]], world:
     for place in places:
         if place.block == NO_BLOCK:
             continue
-        cuts = sorted(cut for rank in range(world) for cut in plan.slices(rank) if cut.block == place.block)
+        cuts = [cut for rank in range(world) for cut in plan.frames(rank).get(place.block, [])]
         assert [0, *(cut.offset + cut.stop - cut.start for cut in cuts)] == [*(c.offset for c in cuts), place.nbytes]
+        assert all(before.stop == after.start for before, after in pairwise(cuts))
 
 
 @given(nbytes=st.integers(0, 10**6), world=st.integers(1, 16))

@@ -8,7 +8,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from .data import Batches
 from .installing import install, keep_gradients, predecessors
 from .lag import Lag
 from .link import Link
-from .mirror import DSCP, Mirror, check_unwrapped, mirrorable
+from .mirror import DSCP, Mirror, check_replicas, check_unwrapped, mirrorable
 from .model import Shadowed, describe, inexact, unwrap
 from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, on_all_ranks, rank_and_world, together
@@ -144,6 +143,7 @@ class Checkpointer:
         self._recorder.on_full = self._lag.on_full
         self._mirror: Mirror | None = None
         if self._layout.tap == "mirror":
+            together(lambda: None if mirrored is None else check_replicas(ranks_of(mirrored), self._replicas))
             self._mirror = self._recorder.mirror = together(
                 lambda: None if mirrored is None else Mirror(  # a stage without replicas has none
                     mirrored, shadowed, self._layout, self.rank, self._pool, run, token=token, interface=interface,
@@ -151,8 +151,7 @@ class Checkpointer:
                 )
             )  # fmt: skip
         if self._mirror is not None:
-            self._mirror.where = partial(_where_of, weakref.ref(self))  # DDP keeps the mirror, wherever we are
-            self._mirror.in_use = partial(_open, weakref.ref(self))
+            self._mirror.install(weakref.WeakMethod(self._where))
         self._buckets = None
         if ddp is not None and reduced == self._replicas:
             self._buckets = Buckets(ddp, {p: shadowed.spec.blocks[i].fqn for p, i in shadowed.number.items()})
@@ -539,6 +538,8 @@ class Checkpointer:
         self._closed = True
         for tap in self._taps:
             tap.remove()
+        if self._mirror is not None:
+            self._mirror.let_go()
         link = self._link
         if link is None:
             return
@@ -558,16 +559,6 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _where_of(reference: weakref.ref[Checkpointer]) -> tuple[Label, bool]:
-    checkpointer = reference()
-    return (UNLABELLED, False) if checkpointer is None else checkpointer._where()
-
-
-def _open(reference: weakref.ref[Checkpointer]) -> bool:
-    checkpointer = reference()
-    return checkpointer is not None and not checkpointer._closed
 
 
 #: Those of this process. In a child that it forks their threads are not, and their locks may be held for ever.

@@ -18,6 +18,8 @@ gone, or an operation that takes longer than the process group's timeout, ends t
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import queue
 import socket
 import struct
@@ -34,14 +36,16 @@ from xxhash import xxh3_64_intdigest as xxh3
 from ..tensors import bytes_of
 from ..wire.frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ..wire.seal import TRAILER_BYTES, Seal
-from .shards import CHUNK_BYTES, Chunk, Plan
+from .shards import CHUNK_BYTES, Chunk, Cut, Plan
+
+log = logging.getLogger("checkmate")
 
 Memory = bytes | bytearray | memoryview
 
 #: Chunks of one peer that may be here before the other peers' are. They stay in the cache.
 AHEAD = 4
 #: Before each chunk on an untagged connection: what it is, the operation's number, first byte in the bucket, length.
-_PREFIX = struct.Struct("<4sIQI")
+_PREFIX = struct.Struct("<4sQQI")
 _SCATTER, _GATHER = b"CKMs", b"CKMg"
 #: Buffers handed to one system call; Linux takes 1024.
 _IOV = 512
@@ -87,7 +91,7 @@ class Operation:
         self.chunks: Sequence[Chunk] = plan.chunks[rank]
         #: Chunks of all shards whose sum is not in the bucket yet, and sums of this one that are not sent yet.
         self.unfinished = sum(map(len, plan.chunks)) + len(self.chunks) * (len(plan.chunks) - 1)
-        self.digests: list[int] = []  #: XXH3-64 of the frames of this rank's shard, in order
+        self.digests: dict[Cut, int] = {}  #: XXH3-64 of the frames of this rank's shard that have left
 
 
 class Collective:
@@ -98,6 +102,7 @@ class Collective:
         global_rank: int | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, len(peers)
+        self._pid = os.getpid()
         self._global_rank = rank if global_rank is None else global_rank  #: what frames say
         self.timeout_s = timeout_s
         self.bytes_tagged = 0  #: sent on the tagged connection, headers and all
@@ -114,7 +119,6 @@ class Collective:
         self._arrived: deque[int] = deque()  #: how many peers' contributions are here, of the chunks from `_summed` on
         self._summed = 0
         self._summing = False
-        self._peers = peers
         others = [peer for peer in peers if peer is not None]
         self._inbox = {
             r: torch.empty(AHEAD * CHUNK_BYTES, dtype=torch.uint8) for r, peer in enumerate(peers) if peer is not None
@@ -200,11 +204,15 @@ class Collective:
             self._operations.clear()
             self._begun.clear()
         self._disconnect()
+        if unfinished:  # torch tells the training loop of it in words of its own
+            log.error("checkmate: the gradient collective is over: %s", error)
         for operation in unfinished:
             _fail(operation, error)
 
     def hang_up(self) -> None:
         """End all connections, and with them the threads. What is under way fails."""
+        if os.getpid() != self._pid:  # a child has the objects, but neither threads nor connections
+            return
         self.fail(ConnectionError("the collective was closed"))
         with self._lock:
             self._closed = True
@@ -298,7 +306,7 @@ class Collective:
         for cut in chunk.frames:
             payload = shard[cut.start - first : cut.stop - first]
             digest = xxh3(payload)
-            operation.digests.append(digest)
+            operation.digests[cut] = digest
             header = self._header(operation.label, cut.block, cut.offset, len(payload), digest)
             frames += (header, payload)
             if self._seal_for is not None:
@@ -319,6 +327,8 @@ class Collective:
 
     def _trailer(self, label: Label, header: bytes, payload: memoryview) -> bytes:
         assert self._seal_for is not None
+        if label.incarnation == UNLABELLED.incarnation:  # of no attempt: there is no key of its own
+            return bytes(TRAILER_BYTES)
         if (seal := self._seals.get(label.incarnation)) is None:
             seal = self._seals[label.incarnation] = self._seal_for(label.incarnation)
         self._sealed += 1

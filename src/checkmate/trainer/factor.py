@@ -15,20 +15,28 @@ _SAMPLE = 4096
 def find_factor(sent: torch.Tensor, used: torch.Tensor, guess: float = 1.0) -> float | None:
     """A number by which ``sent.mul(number)`` gives `used` bit for bit; None if there is none.
 
-    `guess` is tried first. Both tensors are one-dimensional, of the same floating dtype and length.
+    `guess` is tried first, and 1.0 means that nothing is multiplied. Both tensors are one-dimensional, of the same
+    floating dtype and length. What fails on a sample is not tried on all.
     """
-    if same_bits(sent.mul(guess), used):
+    step = max(1, len(sent) // _SAMPLE)
+    some, some_used = sent[::step], used[::step]
+    if _fits(some, some_used, guess) and _fits(sent, used, guess):
         return guess
     if sent.dtype not in _DIGITS:
         return None
-    found = sent.nonzero().view(-1)
-    if not len(found):
-        return None
-    chosen = found[:: max(1, len(found) // _SAMPLE)]
-    for factor in _candidates(sent[chosen].double(), used[chosen].double(), sent.dtype):
-        if same_bits(sent.mul(factor), used):
+    if step > 1 and int(some.count_nonzero()) < _SAMPLE // 4:  # too few say what the factor is
+        found = sent.nonzero().view(-1)
+        found = found[:: max(1, len(found) // _SAMPLE)]
+        some, some_used = sent[found], used[found]
+    there = some != 0
+    for factor in _candidates(some[there].double(), some_used[there].double(), sent.dtype):
+        if _fits(some, some_used, factor) and _fits(sent, used, factor):
             return factor
     return None
+
+
+def _fits(sent: torch.Tensor, used: torch.Tensor, factor: float) -> bool:
+    return same_bits(sent if factor == 1.0 else sent.mul(factor), used)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

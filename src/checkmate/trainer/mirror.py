@@ -36,7 +36,12 @@ log = logging.getLogger("checkmate")
 
 #: Packets whose gradients the network replicates: of the DSCP values that are left to local use (RFC 2474, pool 2).
 DSCP = 43
-_MAX_ROUND = 65535
+#: Rounds and updates of one step that a header can tell apart. Whoever takes more gets by without the network.
+_MOST = 65535
+
+
+#: What the frames of a bucket are labelled with, and whether to keep what is sent. DDP keeps us, but not who knows it.
+Where = weakref.WeakMethod[Callable[[], tuple[Label, bool]]]
 
 
 class _Reduced(NamedTuple):
@@ -44,24 +49,22 @@ class _Reduced(NamedTuple):
 
     operation: Operation
     buffer: Buffer | None  #: None: there was no room to keep it
-    cuts: dict[int, tuple[Cut, int, tuple[int, ...]]]  #: by block: this rank's range, its first frame, frames' lengths
+    frames: dict[int, list[Cut]]  #: of this rank's shard, by block
 
     def piece(self, block: int) -> Kept:
-        cut, label = self.cuts[block][0], self.operation.label
-        first = self.operation.first
-        memory = self.operation.shard[cut.start - first : cut.stop - first]
-        return Kept(block, cut.offset, memory, label.update, label.round)
+        frames, label, first = self.frames[block], self.operation.label, self.operation.first
+        memory = self.operation.shard[frames[0].start - first : frames[-1].stop - first]
+        return Kept(block, frames[0].offset, memory, label.update, label.round)
 
 
 class Mirror:
-    """See the module. `where` says what the frames of a bucket are labelled with, and whether to keep what is sent."""
+    """See the module. Making one connects the ranks, a collective; nothing is changed in `ddp` before `install`."""
 
     def __init__(
         self, ddp: DistributedDataParallel, shadowed: Shadowed, layout: Layout, rank: int, pool: Pool, run: str,
         *, token: bytes | None, interface: str | None, dscp: int,
     ) -> None:  # fmt: skip
-        self.where: Callable[[], tuple[Label, bool]] = lambda: (UNLABELLED, False)
-        self.in_use: Callable[[], bool] = lambda: False  #: by a Checkpointer that is not closed
+        self._where: Where | None = None
         self.fallbacks = 0  #: pieces of gradients that went by the step tap
         # DDP refers to us where no garbage collector looks: what we refer to must not lead to it, as optimizers do.
         self._ddp = weakref.ref(ddp)
@@ -69,12 +72,12 @@ class Mirror:
         self._spare = Pool(1 << 62)  #: memory for what is not kept
         self._round = 0  #: of the open step
         self._open: list[_Reduced] = []  #: buckets of the newest round
-        self._newest: dict[int, _Reduced | None] = {}  #: by block, None if it is laid out unlike its bucket
+        self._newest: dict[int, _Reduced] = {}  #: by block, if it is laid out as its bucket is
         self._claimed: dict[int, _Reduced] = {}  #: by operation: what the open step's updates refer to
         self._used: dict[tuple[int, int, int], Kept] = {}
         self._factor = 1.0
         self._warned = False
-        self._plans: dict[tuple[int, ...], tuple[Plan, dict[int, tuple[Cut, int, tuple[int, ...]]]]] = {}
+        self._plans: dict[tuple[int, ...], tuple[Plan, dict[int, list[Cut]]]] = {}
         self._group = ddp.process_group
         self._group_rank = dist.get_rank(self._group)
         peers, self.flow = connect_peers(self._group, interface, dscp)
@@ -84,13 +87,28 @@ class Mirror:
         )  # fmt: skip
         self._device: _Device | None = None
         weakref.finalize(self, self.collective.hang_up)
-        if ddp._comm_hooks:  # ours, of a Checkpointer that is closed; DDP takes no second one
+
+    def install(self, where: Where | None) -> None:
+        """Become DDP's communication hook, for ever: it takes no second one. Once all ranks are connected."""
+        self._where, ddp = where, self._ddp()
+        assert ddp is not None
+        if ddp._comm_hooks:  # ours, of a Checkpointer that is closed
             installed = ddp._comm_hooks[0][1]
             assert isinstance(installed, _Installed)
             installed.mirror.collective.hang_up()
             installed.mirror = self
         else:
             ddp.register_comm_hook(_Installed(self), _hook)
+
+    @property
+    def in_use(self) -> bool:
+        return self._where is not None and self._where() is not None
+
+    def let_go(self) -> None:
+        """Nobody keeps steps any more; what DDP reduces goes on through our collective."""
+        self._where = None
+        self.end_step(keep=False)
+        self._pool.clear()
 
     # ------------------------------------------------------------ in the backward
 
@@ -104,16 +122,20 @@ class Mirror:
         if bucket.index() == 0:
             self._begin_round()
         buffer = bucket.buffer()
-        plan, cuts = self._plan(bucket)
+        plan, frames = self._plan(bucket)
         start, stop = plan.bounds[self._group_rank]
-        label, keep = self.where()
-        label = label._replace(round=min(self._round, _MAX_ROUND))
-        kept = self._pool.take(stop - start) if keep and self._round <= _MAX_ROUND else None
+        where = self._where() if self._where is not None else None
+        label, keep = where() if where is not None else (UNLABELLED, False)
+        if max(self._round, label.update) > _MOST:
+            label, keep = UNLABELLED, False
+        else:
+            label = label._replace(round=self._round)
+        kept = self._pool.take(stop - start) if keep else None
         spare = None if kept is not None else self._spare.take(stop - start)
         memory = (spare if kept is None else kept).memory  # type: ignore[union-attr]
 
         def reduced(operation: Operation) -> None:
-            done = _Reduced(operation, kept, cuts)
+            done = _Reduced(operation, kept, frames)
             self._open.append(done)
             for place in plan.places:
                 if place.block != NO_BLOCK:
@@ -134,14 +156,14 @@ class Mirror:
         mine = sum(len(reduced.operation.shard) for reduced in self._open)
         self._pool.limit_bytes = max(self._pool.limit_bytes, 3 * mine)
         self._release(self._open)
-        self._open = []
+        self._open, self._newest = [], {}  # only the last round counts
 
     def _release(self, buckets: Sequence[_Reduced]) -> None:
         for reduced in buckets:
             if reduced.buffer is not None and id(reduced.operation) not in self._claimed:
                 self._pool.give(reduced.buffer)
 
-    def _plan(self, bucket: dist.GradBucket) -> tuple[Plan, dict[int, tuple[Cut, int, tuple[int, ...]]]]:
+    def _plan(self, bucket: dist.GradBucket) -> tuple[Plan, dict[int, list[Cut]]]:
         """How this bucket is cut. DDP lays its buckets out anew once, after the first backward."""
         params = bucket.parameters()
         key = (bucket.index(), *map(id, params))
@@ -149,29 +171,23 @@ class Mirror:
             found = self._plans[key] = self._make_plan(bucket, params)
         return found
 
-    def _make_plan(
-        self, bucket: dist.GradBucket, params: Sequence[torch.Tensor]
-    ) -> tuple[Plan, dict[int, tuple[Cut, int, tuple[int, ...]]]]:
+    def _make_plan(self, bucket: dist.GradBucket, params: Sequence[torch.Tensor]) -> tuple[Plan, dict[int, list[Cut]]]:
         buffer = bucket.buffer()
         size, base, at = buffer.element_size(), buffer.data_ptr(), 0
         places: list[Place] = []
         views = sorted(zip(bucket.gradients(), params, strict=True), key=lambda pair: pair[0].data_ptr())
-        for view, param in views:
+        for view, param in ((view, param) for view, param in views if view.numel()):
             start = view.data_ptr() - base
             if start > at:
                 places.append(Place(NO_BLOCK, at, start - at))
-            same = view.is_contiguous() and view.dtype == param.dtype and param in self._number
+            # The views are contiguous whatever the parameter is, and the bucket then is in the parameter's order.
+            same = param.is_contiguous() and view.dtype == param.dtype and param in self._number
             places.append(Place(self._number[param] if same else NO_BLOCK, start, view.numel() * size))  # type: ignore[index]
             at = start + view.numel() * size
         if (rest := buffer.numel() * size - at) > 0:
             places.append(Place(NO_BLOCK, at, rest))
-        plan = Plan(buffer.numel() * size, dist.get_world_size(self._group), [p for p in places if p.nbytes])
-        frames = [cut for chunk in plan.chunks[self._group_rank] for cut in chunk.frames]
-        cuts = {}
-        for cut in plan.slices(self._group_rank):
-            mine = [i for i, frame in enumerate(frames) if frame.block == cut.block]
-            cuts[cut.block] = (cut, mine[0], tuple(frames[i].stop - frames[i].start for i in mine))
-        return plan, cuts
+        plan = Plan(buffer.numel() * size, dist.get_world_size(self._group), places)
+        return plan, plan.frames(self._group_rank)
 
     # ------------------------------------------------------------ as the optimizer steps, and as the step ends
 
@@ -191,19 +207,18 @@ class Mirror:
                 if (mine := self._layout.slices[self._rank].get(block)) is not None and mine.nbytes:
                     pieces.append((block, mine.offset, mine.nbytes))
                     unexplained = block
-            elif block in reduced.cuts:
-                cut = reduced.cuts[block][0]
-                nbytes = cut.stop - cut.start
-                factor = self._factor_of(reduced, block, part_of(grad, cut.offset, nbytes))
+            elif frames := reduced.frames.get(block):
+                offset, nbytes = frames[0].offset, frames[-1].stop - frames[0].start
+                factor = self._factor_of(reduced, block, part_of(grad, offset, nbytes))
                 if factor is None:
-                    pieces.append((block, cut.offset, nbytes))
+                    pieces.append((block, offset, nbytes))
                     if reduced.buffer is not None:  # else it is staging memory that was short
                         unexplained = block
                 else:
                     piece = reduced.piece(block)
                     self._claimed[id(reduced.operation)] = reduced
                     self._used[block, piece.update, piece.round] = piece
-                    shards.append(Shard(block, cut.offset, nbytes, piece.update, piece.round, factor))
+                    shards.append(Shard(block, offset, nbytes, piece.update, piece.round, factor))
         shards += [Shard(block, offset, nbytes, number, 0) for block, offset, nbytes in pieces]
         self.fallbacks += len(pieces)
         if unexplained >= 0 and not self._warned:
@@ -211,28 +226,25 @@ class Mirror:
             fqn = self._layout.blocks[unexplained].fqn
             log.warning(
                 "checkmate: the optimizer uses another gradient of %s than the collective brought, or brought times a "
-                "factor; such are sent to the shadow besides, as with tap='step' (stats()['fallbacks'] counts)", fqn,
+                "factor, or lays it out otherwise; such are sent to the shadow besides, as with tap='step' "
+                "(stats()['fallbacks'] counts)", fqn,
             )  # fmt: skip
         return shards, pieces
 
     def _factor_of(self, reduced: _Reduced, block: int, used: torch.Tensor) -> float | None:
         """What `used`, this rank's part of the gradient, is a multiple of what was sent by; None: it is none."""
-        if reduced.buffer is None:
+        frames, digests = reduced.frames[block], reduced.operation.digests
+        if reduced.buffer is None or any(frame not in digests for frame in frames):  # of a collective that has failed
             return None
-        _, first, lengths = reduced.cuts[block]
-        memory, at = host_bytes(used), 0
-        for digest, nbytes in zip(reduced.operation.digests[first:], lengths, strict=False):
-            if xxh3(memory[at : at + nbytes]) != digest:
-                break
-            at += nbytes
-        else:
+        memory, first = host_bytes(used), frames[0].start
+        if all(xxh3(memory[frame.start - first : frame.stop - first]) == digests[frame] for frame in frames):
             return 1.0
         sent = torch.frombuffer(reduced.piece(block).memory, dtype=used.dtype)
         factor = find_factor(sent, torch.frombuffer(memory, dtype=used.dtype), self._factor)
         self._factor = self._factor if factor is None else factor
         return factor
 
-    def close(self, keep: bool) -> tuple[list[Kept], list[Buffer]]:
+    def end_step(self, keep: bool) -> tuple[list[Kept], list[Buffer]]:
         """The open step ends. What its updates refer to, for repairs, and its memory, which are the caller's now."""
         kept = list(self._used.values())
         claimed = [reduced.buffer for reduced in self._claimed.values() if reduced.buffer is not None]
@@ -252,13 +264,15 @@ def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:
     ddp, _ = find_ddp(model)
     if ddp is None or ddp.process_group.size() == 1:
         return None
+    if getattr(ddp, "_use_python_reducer", False):
+        raise Unsupported("DDP reduces under compiled autograd, which knows no buckets; use tap='step'")
     if ddp._comm_hooks:
         hook, state, *_ = ddp._comm_hooks[0]
         if not isinstance(state, _Installed):
             raise Unsupported(
                 f"DDP has a communication hook already ({hook.__qualname__}); tap='mirror' is one itself: register none"
             )
-        if state.mirror.in_use():
+        if state.mirror.in_use:
             raise UsageError("this DDP model is attached already; close() the other Checkpointer first")
     return ddp
 
@@ -267,6 +281,16 @@ def check_unwrapped(rank: int, replica_sets: Sequence[Sequence[int]]) -> None:
     """Raises Unsupported for a rank without DDP, if others hold the same parameters: who averages their gradients?"""
     if any(rank in ranks and len(ranks) > 1 for ranks in replica_sets):
         raise Unsupported("tap='mirror' is a communication hook of DistributedDataParallel: wrap the whole model in it")
+
+
+def check_replicas(group: Sequence[int], replicas: Sequence[int]) -> None:
+    """Raises Unsupported if DDP averages over fewer ranks than hold these parameters."""
+    if sorted(group) != sorted(replicas):
+        raise Unsupported(
+            f"DistributedDataParallel averages over ranks {sorted(group)}, but ranks {sorted(replicas)} hold the same "
+            "parameters, and what averages over all of them the network does not show; use tap='step', or parameter "
+            "names of their own for each group"
+        )
 
 
 class _Installed:
@@ -316,8 +340,12 @@ class _Device:
                 done.set_result(bucket)  # those who wait for it wait for this stream
 
         def begin() -> None:
-            here.synchronize()
-            operation = self._collective.begin(host, plan, shard, label)
+            try:
+                here.synchronize()
+                operation = self._collective.begin(host, plan, shard, label)
+            except Exception as error:  # or the backward would wait for ever
+                done.set_exception(error)  # type: ignore[arg-type]
+                return
             reduced(operation)
             operation.done.add_done_callback(back)
 

@@ -24,6 +24,8 @@ from ..wire.packets import Flow
 from .collective import Peer
 
 #: What a connection begins with: the group's secret, the rank that connects, whether the connection is tagged.
+#: Within so long all peers connect, if nothing is in their way.
+CONNECT_S = 60.0
 _HELLO = struct.Struct("<16sI?")
 _SIOCGIFADDR = 0x8915
 #: As torch.distributed has them: the interface whose address a rank gives to its peers.
@@ -71,7 +73,7 @@ def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) ->
     Raises UsageError, or Unreachable with the address that did not answer.
     """
     rank, world, timeout_s = dist.get_rank(group), dist.get_world_size(group), group_timeout_s(group)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + min(timeout_s, CONNECT_S)  # all are there, as the exchange of addresses shows
     found: tuple[str, int] | str
     listener: socket.socket | None = None
     try:
@@ -98,7 +100,7 @@ def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) ->
         peers, flow = _connect(rank, addresses, secret, listener, dscp, deadline)
         for sock in (sock for peer in peers if peer is not None for sock in peer if sock is not None):
             # A rank that computes for long, or is stopped, does not read meanwhile: that is no reason to lose it.
-            tune(sock, int(1000 * timeout_s))
+            tune(sock, min(int(1000 * timeout_s), 2**31 - 1))
         return peers, flow
     finally:
         if listener is not None:
@@ -166,7 +168,9 @@ def _accept(listener: socket.socket, secret: bytes, deadline: float) -> tuple[so
         try:
             sock, _ = listener.accept()
         except TimeoutError:
-            raise Unreachable("not every peer has connected within the process group's timeout") from None
+            raise Unreachable(
+                "not every peer has connected in time; another rank says which address it cannot reach"
+            ) from None
         hello = bytearray(_HELLO.size)
         try:
             sock.settimeout(5.0)

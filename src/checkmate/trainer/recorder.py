@@ -311,7 +311,7 @@ class Recorder:
                 if not self._settled:
                     self._forget_sent()
         if self.mirror is not None:
-            self.mirror.close(keep=False)
+            self.mirror.end_step(keep=False)
         if self.gap and not self._gap_told:
             self._gap_told = True
             self.gaps += 1
@@ -355,7 +355,7 @@ class Recorder:
                 self.pool.give(buffer)
             return False
         if self.mirror is not None:
-            kept, memory = self.mirror.close(keep=True)
+            kept, memory = self.mirror.end_step(keep=True)
             buffers = buffers + memory
         batch = Batch(step, self.epoch, part=part, anchors=pieces, buffers=buffers, charged=len(part), kept=kept)
         self._put(batch)

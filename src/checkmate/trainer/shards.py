@@ -60,10 +60,12 @@ class Plan:
         #: Per rank, the chunks of its shard.
         self.chunks = [list(_chunks(start, stop, self.places)) for start, stop in self.bounds]
 
-    def slices(self, rank: int) -> list[Cut]:
-        """The part of each block that lies in a rank's shard: one range per block."""
-        start, stop = self.bounds[rank]
-        return [cut for cut in _cut(start, stop, self.places) if cut.block != NO_BLOCK]
+    def frames(self, rank: int) -> dict[int, list[Cut]]:
+        """The part of each block that lies in a rank's shard, as its frames, which follow each other."""
+        found: dict[int, list[Cut]] = {}
+        for cut in (cut for chunk in self.chunks[rank] for cut in chunk.frames if cut.block != NO_BLOCK):
+            found.setdefault(cut.block, []).append(cut)
+        return found
 
 
 def bounds(nbytes: int, world: int) -> list[tuple[int, int]]:

@@ -71,7 +71,13 @@ class Pool:
                 return buffer
             if not self._count(nbytes):
                 return None
-        return Buffer(nbytes, self._pinned)
+        try:
+            return Buffer(nbytes, self._pinned)
+        except RuntimeError:  # the system has no memory, or locks no more of it
+            with self._lock:
+                self.allocated_bytes -= nbytes
+                self.used_bytes -= nbytes
+            return None
 
     def charge(self, nbytes: int) -> bool:
         """Count memory that is not a buffer of this pool, until `discharge`. False: the limit is reached."""
@@ -99,6 +105,12 @@ class Pool:
         """Whether `take` would give a buffer of that size, or `charge` count so many bytes."""
         with self._lock:
             return self.used_bytes + nbytes <= self.limit_bytes
+
+    def clear(self) -> None:
+        """Return to the system what is not in use."""
+        with self._lock:
+            self.allocated_bytes -= sum(map(len, self._free))
+            self._free.clear()
 
     def give(self, buffer: Buffer) -> None:
         with self._lock:

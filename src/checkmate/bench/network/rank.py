@@ -98,6 +98,7 @@ class Loop:
             self._mirror = Mirror(
                 self.ddp, shadowed, layout, dist.get_rank(), pool, run, token=None, interface=DATA[0], dscp=DSCP
             )
+            self._mirror.install(None)
         else:
             self.checkpointer = checkmate.attach(
                 self.ddp, self.optimizer, shadow=address, run=run, tap="mirror", interface=DATA[0], on_lag=on_lag,
