@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from checkmate.trainer import mirror, peers
 from checkmate.trainer.recorder import Recorder
 
 from .compare import differences
@@ -152,6 +154,51 @@ def test_refused_on_every_rank_with_a_reason_and_a_remedy(
     for _, text in pool.call(2, refused, shadow.address, what):
         assert [word for word in words if word not in text] == [], text
     assert f"refused {what}" not in shadow.runs
+
+
+def attach_fails(rank: int, shadow: str) -> tuple[str, bool]:
+    """One rank cannot connect; then training goes on as if nobody had asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "CONNECT_S", 1.0)
+        if rank == 1:
+            patch.setattr(peers, "_connect", unreachable)
+        model = DistributedDataParallel(net())
+        try:
+            checkmate.attach(model, optim.SGD(model.parameters(), lr=0.1), shadow=shadow, run="fails", tap="mirror")
+        except checkmate.CheckmateError as error:
+            text = str(error)
+    gc.collect()
+    model(torch.full((2, WIDTH), 1.0 + rank)).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [g.tolist() for g in grads])
+    return text, not model._comm_hooks and all(each == gathered[0] for each in gathered)
+
+
+def unreachable(*_: object) -> Any:
+    raise checkmate.Unreachable("cannot connect to a peer at nowhere")
+
+
+def test_attach_that_fails_on_one_rank_leaves_ddp_as_it_was(pool: Pool, shadow: Shadow) -> None:
+    for text, untouched in pool.call(2, attach_fails, shadow.address):
+        assert re.search("nowhere|not every peer has connected|cannot connect", text)
+        assert untouched
+
+
+def in_two_groups(rank: int, shadow: str) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(net(), process_group=groups[rank // 2])
+    try:
+        checkmate.attach(model, optim.SGD(model.parameters(), lr=0.1), shadow=shadow, run="groups", tap="mirror")
+    except checkmate.CheckmateError as error:
+        return str(error)
+    return ""
+
+
+def test_group_that_does_not_hold_all_replicas_is_refused(pool: Pool, shadow: Shadow) -> None:
+    for rank, text in enumerate(pool.call(4, in_two_groups, shadow.address)):
+        mine = [0, 1] if rank < 2 else [2, 3]
+        assert f"averages over ranks {mine}, but ranks [0, 1, 2, 3] hold the same parameters" in text
 
 
 def test_nothing_is_refused_without_reason(pool: Pool, shadow: Shadow) -> None:
@@ -402,6 +449,27 @@ def strided(rank: int, shadow: str, as_views: bool) -> Any:
     found = made.found()
     made.ckpt.close()
     return found
+
+
+def many_updates(rank: int, shadow: str) -> Any:
+    """More updates in one step than a header can count, if it could count to three."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirror, "_MOST", 3)
+        made = Run(rank, shadow, "many updates")
+        for _ in range(6):
+            made.backward()
+            made.optimizer.step()
+        made.ckpt.step()
+        made.step += 1
+        made.train()
+        return made.found()
+
+
+def test_step_of_very_many_updates_goes_by_without_the_network(pool: Pool, shadow: Shadow) -> None:
+    for found in pool.call(2, many_updates, shadow.address):
+        late, rest = divmod(check(found)["fallbacks"], 3)  # of three updates: their rounds are 4 to 6
+        assert late > 0
+        assert rest == 0
 
 
 @pytest.mark.parametrize("as_views", [False, True])

@@ -63,3 +63,21 @@ def test_zeros_and_guesses(sent: torch.Tensor) -> None:
     assert find_factor(sent, zeros) in (0.0, None)
     assert find_factor(sent, sent * 0.25, guess=0.25) == 0.25
     assert find_factor(sent[:0], sent[:0]) == 1.0
+
+
+def test_where_denormals_are_flushed_what_was_multiplied_by_one_is_not_what_was_sent() -> None:
+    sent = torch.tensor([1.0, 1e-40, 2.0])
+    torch.set_flush_denormal(True)
+    try:
+        assert find_factor(sent, sent.mul(1.0)) is None
+        assert find_factor(sent, sent.clone()) == 1.0  # the negative control
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_factor_of_a_gradient_that_is_nearly_all_zeros() -> None:
+    sent = torch.zeros(1 << 16)
+    sent[torch.arange(77, 1 << 16, 501)] = torch.rand(131, generator=torch.Generator().manual_seed(1)) + 0.5
+    found = find_factor(sent, sent.mul(0.123))
+    assert found is not None
+    assert same_bits(sent.mul(found), sent.mul(0.123))
