@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from checkmate.layout import Layout
-from checkmate.shadow.buffers import Key
+from checkmate.shadow.buffers import Buffers, Key
+from checkmate.shadow.effects import Apply, Drop, Effect
 from checkmate.shadow.gradients import Gradients
-from checkmate.wire.frames import Kind
+from checkmate.shadow.partition import Partition, Phase, Verdict
+from checkmate.wire.frames import Header, Kind
 from checkmate.wire.messages import Block, Fingerprint, Part, Shard, Spec, Update
 
 NUMEL = 48  #: of float32
@@ -113,3 +116,40 @@ def test_rounds_of_several_updates_are_kept_apart() -> None:
     gradients = made([first, second], {copied(0): values(0), copied(1): values(1)})
     assert torch.equal(gradients(1, 0), values(1))
     assert torch.equal(gradients(0, 0), values(0))
+
+
+def test_memory_of_a_void_step_is_not_used_again_for_a_connection_may_still_fill_it() -> None:
+    """Else the rest of a frame that counts no more would land in a gradient that was verified before."""
+    spec = Spec(
+        2, [[0, 1]], [Block("b", "uint8", 1, [0], [256], [256])], [], Fingerprint("", "", 1, False, "cpu"), tap="mirror"
+    )
+    partition, buffers = Partition(Layout(spec), epoch=1, phase=Phase.STREAMING, base=0), Buffers()
+    applied: list[Any] = []
+
+    def do(effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Drop):
+                buffers.drop(effect.step, effect.void)
+            elif isinstance(effect, Apply):
+                applied.append((effect.parts, dict(buffers.of(effect.step))))
+
+    def header(rank: int, offset: int, round_: int, step: int) -> Header:
+        return Header(Kind.GRAD, 128, b"", rank, 2, step, 0, 0, 0, offset, round_)
+
+    do(partition.part(Part(1, 1, 1, gap=True)))
+    do(partition.part(Part(0, 1, 2, begins=True)))  # rank 0 streams from step 2
+    sent = header(0, 0, 0, 2)
+    assert partition.begin(sent) is Verdict.TAKE
+    target = buffers.place(partition, sent)  # half of it is here
+    do(partition.part(Part(1, 2, 2, begins=True)))  # rank 1 streams from step 3: step 2 is void
+    for rank, offset in ((0, 0), (1, 128)):
+        copied = header(rank, offset, 1, 3)
+        assert partition.overhear(copied)
+        buffers.place(partition, copied)[:] = bytes([1 + rank]) * 128
+        do(partition.arrived(copied))
+    target[:] = b"\xee" * 128  # the rest comes
+    do(partition.arrived(sent))
+    for rank, offset in ((0, 0), (1, 128)):
+        do(partition.part(Part(rank, 3, 2, updates=[Update(0, [0], 7, shards=[Shard(0, offset, 128, 0, 1)])])))
+    ((parts, tensors),) = applied
+    assert Gradients(partition.layout, parts, tensors)(0, 0).tolist() == [1] * 128 + [2] * 128

@@ -331,7 +331,7 @@ def test_end_of_an_epoch_voids_what_is_beyond_and_keeps_what_is_stable() -> None
     close(partition, 1)
     close(partition, 3, ranks=(0,))
     effects = partition.part(Part(1, 2, 1, gap=True))
-    assert effects[0] == Drop(3)
+    assert effects[0] == Drop(3, void=True)
     assert (partition.recovery, partition.frozen) == (1, 1)
     assert partition.applied(1, 1) == [Drop(1)]
     assert partition.recovery == 1
@@ -345,7 +345,7 @@ def test_epoch_begins_at_the_newest_of_the_first_steps_and_older_ones_are_droppe
     close(partition, 6, 2, ranks=(0,))
     assert partition.begin(grad(0, 7, epoch=2)) is WAIT
     effects = partition.part(Part(1, 5, 2, begins=True))
-    assert effects == [Drop(4), AskAnchors(2, 6), Acknowledge()]
+    assert effects == [Drop(4, void=True), AskAnchors(2, 6), Acknowledge()]
     assert (partition.phase, partition.first, partition.received) == (Phase.ANCHORING, 6, 5)
     assert partition.begin(grad(0, 5, epoch=2)) is DRAIN
     assert partition.begin(grad(0, 7, epoch=2)) is TAKE

@@ -59,8 +59,7 @@ def shadow(
         raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from None
     daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture)
 
-    def stop(*_: object) -> None:
-        daemon.stop()
+    def stop(*_: object) -> None:  # only this, for the thread that it strikes may hold any lock
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
@@ -69,4 +68,6 @@ def shadow(
     try:
         daemon.serve(listener)
     except KeyboardInterrupt:
+        pass
+    finally:
         daemon.stop()

@@ -169,6 +169,7 @@ def borrowed(**options: Any) -> Iterator[Lab]:
             raise LabError("the lab that was up has just been taken down; try again")
         hosts = {name: value for name, value in asked.items() if name in ("workers", "shadows")}
         found.shape = replace(shape, **hosts)
+        network.end_losses()
         yield found
 
 

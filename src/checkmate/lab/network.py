@@ -110,7 +110,7 @@ def counters(shape: Shape) -> dict[str, dict[str, int]]:
             }
     if shape.rate is not None:
         for qdisc in json.loads(run(Command(("tc", "-n", plan.SWITCH, "-j", "-s", "qdisc", "show")))):
-            if qdisc["kind"] == "tbf":
+            if qdisc["kind"] == "tbf" and qdisc["dev"] in found:
                 found[qdisc["dev"]]["rx_dropped"] = qdisc["drops"]
     return found
 
@@ -135,6 +135,13 @@ def drop(host: Host, percent: float) -> None:
         chain = f'type filter hook egress device "{host.name}" priority 0; policy accept;'
         text += f"{table} {{\n chain out {{\n {chain}\n numgen random mod {PARTS} < {share} counter drop\n }}\n}}\n"
     run(Command((*plan.within(plan.SWITCH), "nft", "-f", "-"), text))
+
+
+def end_losses() -> None:
+    """What `drop` has begun, by whoever was killed before it could end it."""
+    for row in rules():
+        if (table := row.get("table", {})).get("name", "").startswith(LOSS):
+            run(Command((*plan.within(plan.SWITCH), "nft", "delete", "table", "netdev", table["name"])))
 
 
 def kill(names: Iterable[str]) -> None:
@@ -162,6 +169,6 @@ def clear() -> list[str]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """Chains of all nftables rules in the switch, as nft lists them."""
+    """All that nft lists in the switch."""
     listing = run(Command((*plan.within(plan.SWITCH), "nft", "-j", "list", "ruleset")))
     return list(json.loads(listing)["nftables"])

@@ -40,10 +40,13 @@ class Buffers:
         """All of one step."""
         return self._steps.get(step, {})
 
-    def drop(self, step: int) -> None:
-        """The step is applied, or never will be. Anchors are part of the state now, or of nothing."""
+    def drop(self, step: int, void: bool) -> None:
+        """The step is applied, or never will be. Anchors are part of the state now, or of nothing.
+
+        Memory of a void step is not used again: the rest of a frame may still come into it.
+        """
         for (kind, block, _, _), tensor in self._steps.pop(step, {}).items():
-            if kind is Kind.GRAD:
+            if kind is Kind.GRAD and not void:
                 self._free.setdefault(block, []).append(tensor)
 
     def clear(self) -> None:

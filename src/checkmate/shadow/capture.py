@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..wire.bpf import program
+from ..wire.bpf import Op, program
 from ..wire.frames import Header
 from ..wire.packets import FRAGMENTED, PLAIN, PLAIN_IPV4, TCP, Flow, parse
 from ..wire.reassembly import Stream, Take
@@ -326,6 +326,18 @@ def _open(interface: str) -> socket.socket:
 
 
 def _attach(sock: socket.socket, flows: Collection[Flow]) -> None:
-    ops = program(flows)
+    try:
+        _set_filter(sock, program(flows))
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        log.warning(
+            "capture: net.core.optmem_max is too low for a filter of %d flows; packets are told apart here instead "
+            "(`sysctl net.core.optmem_max=131072`)", len(flows)
+        )  # fmt: skip
+        _set_filter(sock, program(flows, by_flow=False))
+
+
+def _set_filter(sock: socket.socket, ops: Collection[Op]) -> None:
     code = ctypes.create_string_buffer(b"".join(_OP.pack(*op) for op in ops))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM.pack(len(ops), ctypes.addressof(code)))

@@ -33,9 +33,10 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The buffers of this step are free."""
+    """The buffers of this step are free. If it is `void`, a connection may still be filling one of them."""
 
     step: int
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class Partition:
         void = [step for step in self._slots if step <= self._floor]
         for old in void:
             del self._slots[old]
-        drops: list[Effect] = [Drop(old) for old in void]
+        drops: list[Effect] = [Drop(old, void=True) for old in void]
         if len(self._starts) < len(self._ranks):
             return drops
         self.phase = Phase.ANCHORING
@@ -345,5 +345,5 @@ class Partition:
         self._starts = {}
         self.received = self.stable = self.applied_step = self._floor = -1
         self._unanchored = set(range(len(self.layout.blocks)))
-        effects: list[Effect] = [Drop(step) for step in void]
+        effects: list[Effect] = [Drop(step, void=True) for step in void]
         return [*effects, Freeze(ended, keep), AskResume(self.epoch, reason), Acknowledge()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: How long after the last news of a step its missing frames count as lost.
 PATIENCE_S = 0.1
-#: And how long after a repair was asked for it is asked for again.
+#: And how long after a repair was asked for, or the last of it came, it is asked for again.
 AGAIN_S = 1.0
 
 
@@ -40,6 +40,10 @@ class Repairs:
         if late:
             self._asked[step, rank] = now
         return late
+
+    def answered(self, step: int, rank: int, now: float) -> None:
+        """Some of what this rank was asked for is here: the rest is on its way."""
+        self._asked[step, rank] = now
 
     def done(self, step: int) -> None:
         """All steps up to this one are complete."""

@@ -448,9 +448,10 @@ class Run:
         with self.changed:
             if self.partition is None or self.incarnation is None or header.incarnation != self.incarnation.id:
                 return False
-            self._repairs.overheard(header.rank, header.step, now)
             kept = self._keep(self.partition, header, payload)
-            self.overheard_bytes += header.length if kept else 0
+            if kept:  # what anybody may send again, or forge, is no news
+                self._repairs.overheard(header.rank, header.step, now)
+                self.overheard_bytes += header.length
             return kept
 
     def _keep(self, partition: Partition, header: Header, payload: memoryview) -> bool:
@@ -465,6 +466,7 @@ class Run:
         """A frame that was asked for."""
         if not self._keep(partition, header, payload):
             return
+        self._repairs.answered(header.step, header.rank, time.monotonic())
         before, self.repaired_bytes = self.repaired_bytes, self.repaired_bytes + header.length
         enough = 3 * sum(block.nbytes for block in partition.layout.blocks)
         if self.limits.captures and not self.overheard_bytes and before <= enough < self.repaired_bytes:
@@ -517,8 +519,8 @@ class Run:
                     self.replayer.put(Work(effect, self.partition, self._buffers.of(step)))
                 case Freeze():
                     self.replayer.put(effect)
-                case Drop(step):
-                    self._buffers.drop(step)
+                case Drop(step, void):
+                    self._buffers.drop(step, void)
                 case Acknowledge():
                     self._members.tell(self._ack())
                 case AskResume(epoch, reason):
@@ -582,7 +584,7 @@ class Run:
         if self._reports["refused"] < REPORTS:
             log.error("run %s: step %d cannot be applied", self.name, step, exc_info=error)
         self._report(Report("refused", f"the shadow cannot apply step {step}: {error}", step, fatal=True))
-        drops: list[Effect] = [Drop(step) for step in self.replayer.void(work)]
+        drops: list[Effect] = [Drop(step, void=True) for step in self.replayer.void(work)]
         kept = self.replayer.frozen.step if self.replayer.frozen is not None else -1
         self._perform(drops + work.partition.lost(work.apply.epoch, kept, str(error)))
 

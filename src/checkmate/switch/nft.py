@@ -74,7 +74,8 @@ def parse(listing: Mapping[str, Any]) -> Found:
         port = name.removeprefix(CHAIN)
         bodies = [thing["expr"] for kind, thing in ours if kind == "rule" and thing["chain"] == name]
         both = [_rule(port, expr, family) for expr, family in zip(bodies, FAMILIES, strict=False)]
-        hooked = (chain.get("hook"), chain.get("prio"), chain.get("dev", port)) == ("ingress", -300, port)
+        there = [chain.get(key, default) for key, default in (("hook", ""), ("prio", 0), ("dev", port), ("policy", ""))]
+        hooked = there == ["ingress", -300, port, "accept"]
         whole = hooked and len(bodies) == len(FAMILIES) and both[0] is not None and both[0] == both[1]
         state[entry(name)] = both[0] if whole else json.dumps([chain, bodies])
         counters = [part["counter"] for expr in bodies for part in expr if isinstance(part.get("counter"), dict)]
@@ -189,6 +190,8 @@ def _run(cluster: Cluster, command: list[str], given: str = "") -> str:
         raise CheckmateError(
             f"{shlex.join(argv)}: there is no {argv[0]} here; install it (nftables, iproute2)"
         ) from None
+    except OSError as error:
+        raise CheckmateError(f"{shlex.join(argv)}: {error.strerror}; is switch.exec right?") from None
     except subprocess.TimeoutExpired:
         raise CheckmateError(f"{shlex.join(argv)}: no end after {TIMEOUT_S:.0f} s") from None
     if ran.returncode:

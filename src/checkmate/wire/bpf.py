@@ -40,10 +40,10 @@ JUMP, EQUAL, ANY_BIT, RETURN = 0x05, 0x15, 0x45, 0x06
 _IP, _MARK, _PORTS = range(3)  # what the words of memory hold
 
 
-def program(flows: Collection[Flow]) -> list[Op]:
-    """The filter for these flows. Without any, only GRE passes."""
+def program(flows: Collection[Flow], by_flow: bool = True) -> list[Op]:
+    """The filter for these flows, or for all with their marks. Without any, only GRE passes."""
     marks = sorted({flow.dscp for flow in flows})
-    known = sorted({(flow.key, flow.dscp) for flow in flows}) if len(flows) <= MAX_FLOWS else []
+    known = sorted({(flow.key, flow.dscp) for flow in flows}) if by_flow and len(flows) <= MAX_FLOWS else []
     rest = FOREIGN_BYTES if known else WHOLE
     version4 = [
         *[Op(LD_BYTE_X, 0, 0, 9), Op(EQUAL, 0, 1, GRE), Op(RETURN, 0, 0, WHOLE), *_drop_unless(EQUAL, TCP)],
