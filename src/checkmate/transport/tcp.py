@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ..errors import UsageError
 from .base import Channel
 
-SOCKET_BUFFER_BYTES = 4 << 20
 #: An unreachable host is noticed after this long without an acknowledgement from its kernel.
 USER_TIMEOUT_MS = 20_000
 
