@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from checkmate.errors import ProtocolError
 from checkmate.layout import Layout
 from checkmate.shadow.effects import Acknowledge, Apply, AskResume, Drop, Effect, Freeze, Tell
-from checkmate.shadow.partition import RING_STEPS, Partition, Phase, Verdict
+from checkmate.shadow.partition import AHEAD_UPDATES, RING_STEPS, Partition, Phase, Verdict
 from checkmate.shadow.slot import Slot
 from checkmate.wire.frames import Header, Kind
 from checkmate.wire.messages import Block, Fingerprint, Part, Shard, Spec, Update
@@ -170,6 +170,19 @@ def test_rounds_of_different_updates_do_not_void_each_other() -> None:
     partition.part(Part(0, 1, 1, updates=updates))
     effects = partition.part(Part(1, 1, 1, updates=[Update(0, [0], 7, shards=[]), Update(0, [0], 7, shards=[])]))
     assert kinds(effects) == [Apply, Acknowledge]
+
+
+def test_copies_of_very_many_updates_are_not_kept_before_a_part_lists_them() -> None:
+    partition = streaming()
+    most = AHEAD_UPDATES * len(partition.layout.blocks)
+    taken = [update for update in range(3 * most) if copy(partition, frame(0, 0, 8, update=update))]
+    assert taken == list(range(most))
+    updates = [Update(0, [0], 7, shards=[]) for _ in range(most)]
+    updates.append(Update(0, [0], 7, shards=[shard(0, 256, update=most)]))
+    partition.part(Part(0, 1, 1, updates=updates))
+    assert partition.owing() == [1]
+    assert copy(partition, frame(0, 0, 256, update=most))
+    assert partition.owing() == []
 
 
 def test_a_round_that_no_part_speaks_of_does_not_keep_a_step_from_being_whole() -> None:

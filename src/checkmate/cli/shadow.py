@@ -60,6 +60,7 @@ def shadow(
     daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture)
 
     def stop(*_: object) -> None:  # only this, for the thread that it strikes may hold any lock
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)

@@ -25,6 +25,8 @@ from .stories import disagreement, uncovered
 
 #: How many steps beyond the applied one may be in memory, complete or not.
 RING_STEPS = 3
+#: Of a step, copies of so many updates are kept before a part lists them; of more, what is lacking then is repaired.
+AHEAD_UPDATES = 16
 
 
 class Phase(Enum):
@@ -144,6 +146,9 @@ class Partition:
         if header.rank in slot.parts and key not in slot.listed:
             return False
         name = header.update, header.block
+        full = name not in slot.rounds and len(slot.rounds) >= AHEAD_UPDATES * len(self.layout.blocks)
+        if full and key not in slot.listed:
+            return False  # whoever forges frames must not fill the memory
         if header.round < (newest := slot.rounds.get(name, 0)) and key not in slot.listed:
             return False
         if header.round > newest:
