@@ -24,7 +24,7 @@ def ask(*argv: str) -> str:
 def outside() -> list[str]:
     """Everything that a lab must leave alone, but for namespaces of our names."""
     listed = [line for line in ask("ip", "netns", "list").splitlines() if not line.startswith(("cm-w", "cm-s"))]
-    links = [ask("ip", "-o", "link"), ask("ip", "-o", "addr"), ask("ip", "route"), ask("ip", "neigh")]
+    links = [ask("ip", "-o", "link"), ask("ip", "-o", "addr"), ask("ip", "route")]
     return [*sorted(line.split()[0] for line in listed), *links, ask("nft", "list", "ruleset")]
 
 

@@ -22,7 +22,8 @@ def test_news_of_a_step_makes_it_patient_again_but_not_with_another_step() -> No
     repairs = Repairs()
     for step in (5, 6):
         repairs.moved(step, NOW)
-    repairs.overheard(1, 5, SOON)
+    repairs.moved(5, SOON)
+    repairs.overheard(1, 5)
     assert not repairs.due(5, 0, LATE)
     assert repairs.due(6, 0, LATE)
     assert repairs.due(5, 0, SOON + 1.1 * PATIENCE_S)
@@ -31,11 +32,11 @@ def test_news_of_a_step_makes_it_patient_again_but_not_with_another_step() -> No
 def test_later_frames_of_a_rank_say_that_what_is_missing_is_lost() -> None:
     repairs = Repairs()
     repairs.moved(5, NOW)
-    repairs.overheard(1, 6, NOW)
+    repairs.overheard(1, 6)
     assert repairs.due(5, 1, NOW)
     assert not repairs.due(5, 0, NOW)  # of that rank nothing later has come
     assert not repairs.due(6, 1, NOW)
-    repairs.overheard(1, 4, NOW)  # late: no news of where the rank is
+    repairs.overheard(1, 4)  # late: no news of where the rank is
     repairs.moved(7, NOW)
     assert repairs.due(5, 1, NOW + AGAIN_S)
 
@@ -76,7 +77,8 @@ def test_complete_steps_are_forgotten() -> None:
     repairs = Repairs()
     for step in range(100):
         repairs.moved(step, NOW)
-        repairs.overheard(0, step, NOW)
+        repairs.moved(step, NOW)
+        repairs.overheard(0, step)
         repairs.due(step, 0, LATE)
         repairs.done(step)
     assert not repairs._news

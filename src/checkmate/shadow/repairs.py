@@ -22,13 +22,12 @@ class Repairs:
         self._newest: dict[int, int] = {}  #: per rank, the newest step that a copied frame was of
 
     def moved(self, step: int, now: float) -> None:
-        """A part of this step has arrived."""
+        """A part of this step has arrived, or a copy that was kept."""
         self._news[step] = now
 
-    def overheard(self, rank: int, step: int, now: float) -> None:
-        """The network has brought a frame."""
+    def overheard(self, rank: int, step: int) -> None:
+        """The network has brought a frame, be it kept or not."""
         self._newest[rank] = max(step, self._newest.get(rank, step))
-        self._news[step] = now
 
     def due(self, step: int, rank: int, now: float) -> bool:
         """Whether to ask this rank now for what is missing of `step`. True once, and again only after a while."""

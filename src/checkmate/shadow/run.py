@@ -449,9 +449,11 @@ class Run:
             if self.partition is None or self.incarnation is None or header.incarnation != self.incarnation.id:
                 return False
             kept = self._keep(self.partition, header, payload)
-            if kept:  # what anybody may send again, or forge, is no news
-                self._repairs.overheard(header.rank, header.step, now)
+            if kept:  # what anybody may send again, or forge, is no news of its step
+                self._repairs.moved(header.step, now)
                 self.overheard_bytes += header.length
+            if header.rank < self.partition.layout.world_size:
+                self._repairs.overheard(header.rank, header.step)
             return kept
 
     def _keep(self, partition: Partition, header: Header, payload: memoryview) -> bool:
