@@ -451,6 +451,31 @@ def strided(rank: int, shadow: str, as_views: bool) -> Any:
     return found
 
 
+def summed_alone(rank: int) -> tuple[bool, bool, int]:
+    model = DistributedDataParallel(net())
+    alone = mirror.collective_alone(model, optim.SGD(model.parameters(), lr=0.1))
+    made = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    each = []
+    for x in made:
+        inner = net()
+        inner(x).square().sum().backward()
+        each.append([p.grad for p in inner.parameters()])
+    model(made[rank]).square().sum().backward()
+    expected = [grads[0] / 3 + grads[1] / 3 + grads[2] / 3 for grads in zip(*each, strict=True)]  # in rank order
+    otherwise = [grads[2] / 3 + grads[1] / 3 + grads[0] / 3 for grads in zip(*each, strict=True)]
+    found = [p.grad for p in model.parameters()]
+    same = [all(map(torch.equal, found, wanted)) for wanted in (expected, otherwise)]
+    dist.barrier()
+    return same[0], same[1], alone.collective.bytes_tagged
+
+
+def test_collective_without_a_checkpointer_sums_as_with_one(pool: Pool) -> None:
+    for same, otherwise, tagged in pool.call(3, summed_alone):
+        assert same
+        assert not otherwise  # the negative control
+        assert tagged > 0
+
+
 def many_updates(rank: int, shadow: str) -> Any:
     """More updates in one step than a header can count, if it could count to three."""
     with pytest.MonkeyPatch.context() as patch:

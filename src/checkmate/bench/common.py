@@ -211,15 +211,19 @@ class ShadowProcess:
         self.pid = process.pid
         self.count_from_here()
 
-    def status(self, run: str) -> dict[str, Any]:
-        """What ``checkmate status`` says of a run."""
+    def answer(self) -> Status:
+        """What ``checkmate status`` says."""
         channel = open_channel(parse_address(self.address), "admin", None, TIMEOUT_S)
         try:
             answer = call(channel, GetStatus(), TIMEOUT_S)
         finally:
             channel.close()
         assert isinstance(answer, Status)
-        return next(found for found in answer.runs if found["run"] == run)
+        return answer
+
+    def status(self, run: str) -> dict[str, Any]:
+        """What it says of a run."""
+        return next(found for found in self.answer().runs if found["run"] == run)
 
     def cpu_s(self) -> float:
         """Seconds of processor time so far."""

@@ -17,10 +17,7 @@ import torch
 
 import checkmate
 
-from ..layout import Layout
-from ..trainer.mirror import DSCP, Mirror
-from ..trainer.model import describe, unwrap
-from ..trainer.staging import Pool
+from ..trainer.mirror import collective_alone
 from . import gpt, plan
 from .journal import Journal, Started, Trained, read
 from .saboteur import Ambush, Watched
@@ -46,7 +43,7 @@ def main(folder: Path, argv: list[str]) -> None:
 
     options = gpt.options(argv)
     alone = options.shadow == plan.NOBODY
-    checkmate.attach = collective_alone if alone else attach_watched  # type: ignore[assignment]  # it need not know
+    checkmate.attach = attach_nobody if alone else attach_watched  # type: ignore[assignment]  # it need not know
 
     def log(step: int, loss: float, seconds: float) -> None:
         journal.write(Trained(step, loss, seconds, sent_bytes()))
@@ -55,14 +52,8 @@ def main(folder: Path, argv: list[str]) -> None:
     torch.save(final_state(*trained), folder / f"final-{rank}.pt")
 
 
-def collective_alone(ddp: Any, optimizer: Any, **_: Any) -> gpt.Unprotected:
-    """What the network demo compares with: gradients are summed by the same collective, and nothing is kept of them.
-
-    Gloo adds in another order; a run with it would end with other bits.
-    """
-    shadowed = describe(ddp, unwrap(optimizer), "match", "mirror")
-    layout = Layout(shadowed.spec)
-    Mirror(ddp, shadowed, layout, torch.distributed.get_rank(), Pool(0), "", token=None, interface=None, dscp=DSCP)
+def attach_nobody(ddp: Any, optimizer: Any, **_: Any) -> gpt.Unprotected:
+    collective_alone(ddp, optimizer)
     return gpt.Unprotected()
 
 

@@ -27,7 +27,7 @@ from ..wire.seal import Seal
 from .buckets import find_ddp
 from .collective import UNLABELLED, Collective, Label, Operation
 from .factor import find_factor
-from .model import Shadowed
+from .model import Shadowed, describe, unwrap
 from .peers import connect_peers, group_timeout_s
 from .shards import NO_BLOCK, Cut, Place, Plan
 from .staging import Buffer, Kept, Pool, part_of
@@ -254,6 +254,20 @@ class Mirror:
                 self._pool.give(buffer)
         self._round, self._open, self._newest, self._claimed, self._used = 0, [], {}, {}, {}
         return (kept, claimed) if keep else ([], [])
+
+
+def collective_alone(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, interface: str | None = None
+) -> Mirror:
+    """Our collective as DDP's hook, and nobody who keeps what it brings: what the network tap is compared with.
+
+    Gloo adds in another order, so a run with it would end with other bits. A collective.
+    """
+    shadowed = describe(ddp, unwrap(optimizer), "match", "mirror")
+    layout, rank = Layout(shadowed.spec), dist.get_rank()
+    mirror = Mirror(ddp, shadowed, layout, rank, Pool(0), "", token=None, interface=interface, dscp=DSCP)
+    mirror.install(None)
+    return mirror
 
 
 def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:

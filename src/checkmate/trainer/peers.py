@@ -23,9 +23,9 @@ from ..transport.tcp import mark, not_in_children, tune
 from ..wire.packets import Flow
 from .collective import Peer
 
-#: What a connection begins with: the group's secret, the rank that connects, whether the connection is tagged.
 #: Within so long all peers connect, if nothing is in their way.
 CONNECT_S = 60.0
+#: What a connection begins with: the group's secret, the rank that connects, whether the connection is tagged.
 _HELLO = struct.Struct("<16sI?")
 _SIOCGIFADDR = 0x8915
 #: As torch.distributed has them: the interface whose address a rank gives to its peers.

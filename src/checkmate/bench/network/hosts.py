@@ -15,12 +15,9 @@ from typing import Any
 from ...lab import Lab
 from ...lab.job import Counters, difference
 from ...lab.plan import CONTROL_PORT, DATA
-from ...recovery import open_channel
 from ...switch import nft
-from ...transport.base import call
-from ...transport.tcp import parse_address
-from ...wire.messages import GetStatus, Status
-from ..common import TIMEOUT_S, Cores, Crew, ShadowProcess, everywhere, inside, started_on
+from ...wire.messages import Status
+from ..common import Cores, Crew, ShadowProcess, everywhere, inside, started_on
 
 #: So long after the last step the last acknowledgements of TCP have been sent.
 SETTLE_S = 0.1
@@ -39,15 +36,13 @@ def crew(lab: Lab, make: Callable[..., Any], on_cores: Sequence[Cores] = ()) -> 
 class LabShadow(ShadowProcess):
     """A shadow on s0 that listens on the management network and captures on the other."""
 
+    def __init__(self, process: subprocess.Popen[str], namespace: str) -> None:
+        super().__init__(process)
+        self._namespace = namespace
+
     def answer(self) -> Status:
-        with inside("cm-s0"):
-            channel = open_channel(parse_address(self.address), "admin", None, TIMEOUT_S)
-            try:
-                answer = call(channel, GetStatus(), TIMEOUT_S)
-            finally:
-                channel.close()
-        assert isinstance(answer, Status)
-        return answer
+        with inside(self._namespace):
+            return super().answer()
 
     def capture(self) -> dict[str, int]:
         """Counters of the capture."""
@@ -63,9 +58,6 @@ class LabShadow(ShadowProcess):
         finally:
             os.kill(self.pid, signal.SIGCONT)
 
-    def status(self, run: str) -> dict[str, Any]:
-        return next(found for found in self.answer().runs if found["run"] == run)
-
 
 @contextmanager
 def shadow(lab: Lab, *, idle: bool = False) -> Iterator[LabShadow]:
@@ -79,7 +71,7 @@ def shadow(lab: Lab, *, idle: bool = False) -> Iterator[LabShadow]:
         process = lab.run_in(host.name, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     with process:
         try:
-            yield LabShadow(process)
+            yield LabShadow(process, host.namespace)
         finally:
             process.kill()
 

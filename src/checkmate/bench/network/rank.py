@@ -16,12 +16,9 @@ import checkmate
 
 from ...lab.job import MASTER_PORT
 from ...lab.plan import DATA
-from ...layout import Layout
 from ...recovery import Reader
 from ...tensors import bytes_of
-from ...trainer.mirror import DSCP, Mirror
-from ...trainer.model import describe
-from ...trainer.staging import Pool
+from ...trainer.mirror import collective_alone
 from ..common import TIMEOUT_S, BenchmarkFailed
 from ..overhead import AdamW
 
@@ -93,12 +90,7 @@ class Loop:
         self.checkpointer = None
         self._numbers = 0
         if address is None:  # our collective, and nobody who is told of it
-            shadowed = describe(self.ddp, [self.optimizer], "match", "mirror")
-            layout, pool = Layout(shadowed.spec), Pool(1 << 62)
-            self._mirror = Mirror(
-                self.ddp, shadowed, layout, dist.get_rank(), pool, run, token=None, interface=DATA[0], dscp=DSCP
-            )
-            self._mirror.install(None)
+            self._mirror = collective_alone(self.ddp, self.optimizer, DATA[0])
         else:
             self.checkpointer = checkmate.attach(
                 self.ddp, self.optimizer, shadow=address, run=run, tap="mirror", interface=DATA[0], on_lag=on_lag,
