@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ class Process:
         )
         return found
 
-    def line(self, pattern: str) -> str:
-        """The first line in which the pattern is found."""
+    def line(self, pattern: str, after: int = 0) -> str:
+        """The first line in which the pattern is found, `after` so many others in which it is."""
         found: str = self.await_(
-            f"line with {pattern!r}", lambda: next((x for x in self.lines if re.search(pattern, x)), None)
+            f"line with {pattern!r} after {after} others",
+            lambda: next(islice((x for x in self.lines if re.search(pattern, x)), after, None), None),
         )
         return found
 

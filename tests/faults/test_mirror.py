@@ -124,8 +124,9 @@ def test_shadow_that_comes_back_empty_is_whole_again(lab: Lab, tmp_path: Path) -
     ranks[0].await_whole(20)
     shadow.kill()
     time.sleep(lab.random.uniform(0, 0.3))
+    told = ranks[0].count("whole again")  # of the shadow that is gone, if it was behind
     shadow = shadow_of(lab, port=shadow.port)
-    ranks[0].line("whole again")
+    ranks[0].line("whole again", after=told)
     ranks[0].await_whole(ranks[0].last_step)
     audit(ranks)
     for rank in ranks:

@@ -47,8 +47,9 @@ def test_ranks_that_find_a_new_shadow_at_different_steps(lab: Lab, tmp_path: Pat
         ranks[0].await_whole(ranks[0].last_step + 25)
         shadow.kill()
         time.sleep(lab.random.uniform(0, 0.2))
+        told = ranks[0].count("whole again")  # of the shadow that is gone, if it was behind
         shadow = lab.shadow(port=shadow.port)
-        ranks[0].line("whole again")
+        ranks[0].line("whole again", after=told)
         claim = kill(lab, ranks)
         ranks = start(lab, tmp_path / str(round), shadow.address, shadow.address)
         assert ranks[0].last_step == ranks[1].last_step >= claim

@@ -176,8 +176,9 @@ def test_second_job_does_not_displace_one_whose_shadow_was_restarted(lab: Lab) -
     healthy.tell("train 100000")
     healthy.await_whole(20)
     shadow.kill()
+    told = healthy.count("whole again")  # of the shadow that is gone, if it was behind
     shadow = lab.shadow(port=shadow.port)
-    healthy.line("whole again")
+    healthy.line("whole again", after=told)
     second = lab.trainer(shadow.address, restore={"timeout": 1.0})
     assert f"is being trained by process {healthy.pid} on" in second.event("failed")["text"]
     healthy.await_whole(healthy.last_step + 5)
