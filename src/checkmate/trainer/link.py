@@ -135,8 +135,8 @@ class Link:
 
     @property
     def backlog(self) -> int:
-        """Batches that are not stable yet."""
-        return len(self._unsent) + len(self._sent)
+        """Batches whose memory is not free yet: not sent, being sent, or not known to be stable."""
+        return len(self._unsent) + (self._sending is not None) + len(self._sent)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End both connections; what is not sent by now is lost. The threads end too, if later, then by themselves."""
