@@ -72,6 +72,18 @@ def test_exit_delivers_the_last_step(lab: Lab) -> None:
     assert lab.restart(shadow.address, 30).last_step == 30
 
 
+def test_a_shadow_that_replays_ends_at_sigterm(lab: Lab) -> None:
+    for _ in range(3):
+        shadow = lab.shadow()
+        trainer = lab.trainer(shadow.address, width=400)
+        trainer.tell("train 100000")
+        trainer.await_whole(5)
+        time.sleep(lab.random.uniform(0.0, 0.1))
+        shadow.signal(signal.SIGTERM)
+        assert shadow.join() == 0, shadow.transcript()  # torch aborts processes whose threads outlive the interpreter
+        trainer.kill()
+
+
 def interrupted(process: Process) -> bool:
     process.signal(signal.SIGINT)
     assert seconds_held_up(process) < CLOSE_S + SLACK_S

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,3 +235,29 @@ class _Tee:
             self.head = bytes(data[at : at + HEADER_BYTES])
             at += HEADER_BYTES + header.length + self._trailer_bytes
             yield header, payload, data[at - self._trailer_bytes : at]
+
+
+@pytest.mark.processes
+def test_a_process_may_exit_while_it_reduces() -> None:
+    """Threads that torch finds without an interpreter abort the process."""
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=TAKES_S, check=False)
+        assert ran.returncode == 0, ran.stderr
+
+
+EXIT = """
+import gc, socket, threading, time, torch
+from checkmate.trainer.collective import Collective, Peer
+from checkmate.trainer.shards import Place, Plan
+
+pairs = [socket.socketpair() for _ in range(3)]
+peers = [[None, Peer(*(pair[0] for pair in pairs))], [Peer(pairs[0][1], pairs[2][1], pairs[1][1]), None]]
+size = 4 << 20
+plan = Plan(size, 2, [Place(0, 0, size)])
+for rank in range(2):
+    collective = Collective(rank, peers[rank], 30.0)
+    for _ in range(200):
+        first, stop = plan.bounds[rank]
+        collective.begin(torch.zeros(size // 4), plan, memoryview(bytearray(stop - first)))
+time.sleep(0.1)
+"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -66,9 +68,7 @@ def shadow(
     signal.signal(signal.SIGTERM, stop)
     bound = Address(*listener.getsockname()[:2])
     print(f"checkmate shadow listening on {bound}", flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
         daemon.serve(listener)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        daemon.stop()
+    daemon.stop()
+    os._exit(0)  # or torch would abort the process, finding the interpreter gone under a thread that replays
