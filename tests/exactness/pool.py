@@ -6,14 +6,17 @@ A call runs one function on the first N ranks, in a default process group of N; 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,9 +81,21 @@ class Pool:
         for process in self._processes:
             process.join(patience_s)
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
-                process.join(1)
+                for pid in (process.pid, *_children(process.pid)):  # a DataLoader's workers may be what it waits for
+                    print(f"process {pid}: {Path(f'/proc/{pid}/wchan').read_text()}", file=sys.stderr, flush=True)
+                    os.kill(pid, signal.SIGUSR1)
+                    process.join(1)
                 process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    """They have its signal handlers."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (process / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(process.name))
+    return found
 
 
 def _serve(rank: int, pipe: Connection) -> None:
