@@ -26,6 +26,8 @@ by a warning, `InexactData`.
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -37,6 +39,9 @@ from ..errors import Mismatch, UsageError
 from . import rng
 
 T = TypeVar("T")
+
+#: Before a loader starts workers, in seconds; starting them takes longer.
+QUIET_S = 0.02
 
 _InProcess = getattr(dataloader, "_SingleProcessDataLoaderIter", None)  # private; without it, skipping loads
 
@@ -87,7 +92,7 @@ class Batches(Iterator[T]):
             if self._iterator is None:
                 self._set_epoch()
                 self._start = values.dumps(self._read_generators())
-                self._iterator = iter(self._loader)
+                self._iterator = self._iterate()
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -149,15 +154,26 @@ class Batches(Iterator[T]):
             if self._indexed or not _lacks_dataset(position):
                 self._loader.load_state_dict(position)  # type: ignore[attr-defined]
                 self._resumed_at = position  # asked before the next batch, some of torchdata's samplers are wrong
-                return iter(self._loader)
+                return self._iterate()
             self._loader.next_iter_state = None  # type: ignore[attr-defined]  # loaded if it is in `stateful=` too
-        iterator = iter(self._loader)
+        iterator = self._iterate()
         if self._reuses_workers and self.epoch > 0:
             # That drew a seed for new workers. The epoch began with workers that were there, and drew none.
             self._write_generators(start)
-            iterator = iter(self._loader)
+            iterator = self._iterate()
         self._skip(iterator, after)
         return iterator
+
+    def _iterate(self) -> Iterator[T]:
+        """A new iterator of the loader; where that forks, at a quiet moment.
+
+        Python 3.11 does not free all of the interpreter's own locks in a child. A thread of torch's that has just
+        finished a collective, as in `restore`, and frees a tensor, may hold one: then the child never gets anywhere,
+        and whoever waits for its first batch does so for ever.
+        """
+        if self._workers and sys.version_info < (3, 12):
+            time.sleep(QUIET_S)
+        return iter(self._loader)
 
     def _skip(self, iterator: Iterator[T], after: dict[str, Any]) -> None:
         advance: Callable[[], object] = iterator.__next__
