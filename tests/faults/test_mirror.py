@@ -97,31 +97,24 @@ def test_stopped_shadow_costs_the_workers_nothing_and_is_whole_again(
 ) -> None:
     shadow = shadow_of(lab)
     ranks = start(lab, tmp_path / "0", shadow.address, staging_bytes=staging)
-    ranks[0].await_whole(5)
-    ratios: list[float] = []
-    while len(ratios) < 3 and not (ratios and ratios[-1] <= 1):  # a busy machine may slow down one round, not all
-        first = ranks[0].last_step
-        ranks[0].await_whole(first + 60)
-        before_at = ranks[0].last_step
-        shadow.stop()
-        time.sleep(STOP_S)
-        during_at = ranks[0].last_step
-        shadow.cont()
-        assert during_at > before_at + 40
-        ranks[0].await_whole(during_at + 1)
-        bounds = [
-            1.3 * median(e["took"] for e in rank.steps if first < e["step"] <= before_at) + 0.003 for rank in ranks
-        ]
-        during = [median(e["took"] for e in rank.steps if before_at < e["step"] <= during_at) for rank in ranks]
-        ratios.append(max(took / bound for took, bound in zip(during, bounds, strict=True)))
-    assert ratios[-1] <= 1, ratios
+    ranks[0].await_whole(60)
+    before_at = ranks[0].last_step
+    shadow.stop()
+    time.sleep(STOP_S)
+    during_at = ranks[0].last_step
+    shadow.cont()
+    assert during_at > before_at + 40
+    ranks[0].await_whole(during_at + 1)
     audit(ranks, room=staging is None)
     for rank in ranks:
         assert len(tagged(rank, 3)) == 1
         lab.check_steps(rank)
+        before = median(e["took"] for e in rank.steps if 5 <= e["step"] <= before_at)
+        during = median(e["took"] for e in rank.steps if before_at < e["step"] <= during_at)
+        assert during <= 1.3 * before + 0.003, f"{1e3 * before:.2f} ms, then {1e3 * during:.2f} ms"
         if staging is None:
             assert rank.steps[-1]["stats"]["gaps"] == 0
-        assert rank.steps[-1]["stats"]["fallbacks"] <= (0 if staging is None else 10 * len(ratios))
+        assert rank.steps[-1]["stats"]["fallbacks"] <= (0 if staging is None else 10)
     assert (ranks[0].steps[-1]["stats"]["gaps"] > 0) == (staging is not None)
 
 
@@ -313,6 +306,6 @@ def test_forged_and_foreign_packets_are_counted_and_change_nothing(lab: Lab, tmp
     assert (counts["forged_frames"] >= few) if token is not None else counts["forged_frames"] == 0
     assert after["runs"][0]["epoch"] == before["runs"][0]["epoch"]
     for rank in ranks:
-        lab.check_steps(rank, slowest_s=10.0)  # nothing here holds up a step, but for a busy machine
+        lab.check_steps(rank)
         assert len(tagged(rank, 3)) == 1
         assert rank.steps[-1]["stats"]["gaps"] == 0
