@@ -82,8 +82,9 @@ class Pool:
             process.join(patience_s)
             if process.is_alive() and process.pid is not None:
                 for pid in (process.pid, *_children(process.pid)):  # a DataLoader's workers may be what it waits for
-                    print(f"process {pid}: {Path(f'/proc/{pid}/wchan').read_text()}", file=sys.stderr, flush=True)
-                    os.kill(pid, signal.SIGUSR1)
+                    with contextlib.suppress(OSError):  # it has ended
+                        print(f"process {pid}: {Path(f'/proc/{pid}/wchan').read_text()}", file=sys.stderr, flush=True)
+                        os.kill(pid, signal.SIGUSR1)
                     process.join(1)
                 process.kill()
 

@@ -246,7 +246,7 @@ def test_a_process_may_exit_while_it_reduces() -> None:
 
 
 EXIT = """
-import gc, socket, threading, time, torch
+import socket, time, torch
 from checkmate.trainer.collective import Collective, Peer
 from checkmate.trainer.shards import Place, Plan
 

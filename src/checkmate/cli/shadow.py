@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -68,7 +67,10 @@ def shadow(
     signal.signal(signal.SIGTERM, stop)
     bound = Address(*listener.getsockname()[:2])
     print(f"checkmate shadow listening on {bound}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+    try:
         daemon.serve(listener)
-    daemon.stop()
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    finally:
+        daemon.stop()
     os._exit(0)  # or torch would abort the process, finding the interpreter gone under a thread that replays

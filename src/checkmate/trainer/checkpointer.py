@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from . import rng
 from .buckets import Buckets, find_ddp, ranks_of
 from .collective import UNLABELLED, Label
 from .data import Batches
+from .ending import call_at_exit
 from .installing import install, keep_gradients, predecessors
 from .lag import Lag
 from .link import Link
@@ -184,7 +184,7 @@ class Checkpointer:
         self._merged = 0
         self._finalizer: weakref.finalize[..., Checkpointer] | None = None
         _alive.add(self)
-        atexit.register(_close_at_exit, weakref.ref(self))
+        call_at_exit(self.close)
 
     # ------------------------------------------------------------ restore
 
@@ -574,9 +574,3 @@ def _abandon_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_in_child)
-
-
-def _close_at_exit(reference: weakref.ref[Checkpointer]) -> None:
-    checkpointer = reference()
-    if checkpointer is not None:
-        checkpointer.close()

@@ -17,7 +17,6 @@ gone, or an operation that takes longer than the process group's timeout, ends t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -26,7 +25,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -38,6 +36,7 @@ from xxhash import xxh3_64_intdigest as xxh3
 from ..tensors import bytes_of
 from ..wire.frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ..wire.seal import TRAILER_BYTES, Seal
+from .ending import call_at_exit
 from .shards import CHUNK_BYTES, Chunk, Cut, Plan
 
 log = logging.getLogger("checkmate")
@@ -152,7 +151,7 @@ class Collective:
                 self._thread("tagged receive", self._receive_frames, peer.tagged_in, other)
         self._thread("sum", self._catch_up)
         self._thread("clock", self._watch_time)
-        atexit.register(_close_at_exit, weakref.ref(self))
+        call_at_exit(self.close)
 
     def _thread(self, name: str, work: Callable[..., None], *args: object) -> None:
         def run() -> None:
@@ -407,13 +406,6 @@ class Collective:
             left = 1.0 if oldest is None else oldest.began + self.timeout_s - time.monotonic()
             if left <= 0:
                 return self.fail(TimeoutError(f"no answer within the process group's timeout of {self.timeout_s:g} s"))
-
-
-def _close_at_exit(reference: weakref.ref[Collective]) -> None:
-    """A thread that frees a tensor while the interpreter is being finalized ends the process with SIGABRT, in torch."""
-    collective = reference()
-    if collective is not None:
-        collective.close()
 
 
 def _divides_last(world: int, dtype: torch.dtype) -> bool:

@@ -171,7 +171,8 @@ class Batches(Iterator[T]):
         finished a collective, as in `restore`, and frees a tensor, may hold one: then the child never gets anywhere,
         and whoever waits for its first batch does so for ever.
         """
-        if self._workers and sys.version_info < (3, 12):
+        forks = self._workers and getattr(self._loader, "_iterator", None) is None  # else they persist
+        if forks and sys.version_info < (3, 12):
             time.sleep(QUIET_S)
         return iter(self._loader)
 
