@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +55,8 @@ def options(
 def main() -> None:
     """Entry point of ``checkmate`` and ``python -m checkmate``."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # for ip and nft; su leaves them out
+    _end_at_signals()
     try:
         app()
     except UsageError as error:
@@ -61,3 +65,16 @@ def main() -> None:
     except (CheckmateError, OSError) as error:
         print(f"checkmate: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _end_at_signals() -> None:
+    """SIGTERM, and a terminal that is closed, end us in good order; once is enough. What `nohup` ignores stays so."""
+    ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+
+    def end(number: int, _: Any) -> None:
+        for signal_ in ours:
+            signal.signal(signal_, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for signal_ in ours:
+        signal.signal(signal_, end)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,7 +53,6 @@ def demo(
         raise typer.BadParameter(str(error)) from None
     if network and ranks < 2:
         raise typer.BadParameter("--network needs --ranks of 2 or more: who is alone exchanges no gradients")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and our processes with us
     console = Console(stderr=as_json)
     console.print(f"A GPT learns the source text of Python's standard library on {ranks} ranks; seed {seed}.")
     try:

@@ -50,7 +50,6 @@ def up(
     rules: Rules = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Build a lab that stays. Leftovers of one that was killed are removed first; one that is as asked for, stays."""
-    _end_at_signals()
     lab = Lab(**_given(workers=workers, shadows=shadows, mtu=mtu, offloads=offloads, rate=rate, rules=rules))
     built = cluster.up(lab)
     if as_json:
@@ -59,7 +58,8 @@ def up(
     print(f"the lab is up{'' if built else ' already'}: {lab.shape}")
     print("run a job in it:          checkmate lab run -- python train.py")
     print(f"run a command on a host:  ip netns exec {lab.workers[0].namespace} …")
-    print(f"for switch and doctor:    --cluster {lab.cluster_file}")
+    if lab.shadows:
+        print(f"for switch and doctor:    --cluster {lab.cluster_file}")
 
 
 @app.command()
@@ -118,7 +118,6 @@ def run(
     attach(shadow=…, tap="mirror"). Uses the lab that is up, or one of its own. The first worker that fails ends the
     others, and its exit code is ours.
     """
-    _end_at_signals()
     output = sys.stderr if as_json else sys.stdout
 
     def emit(host: str, line: str) -> None:
@@ -176,15 +175,3 @@ def _facts(lab: Lab) -> dict[str, Any]:
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _end_at_signals() -> None:
-    """SIGTERM, and a terminal that is closed, end us in good order; once is enough."""
-
-    def end(number: int, _: Any) -> None:
-        for other in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -60,11 +58,6 @@ def shadow(
         raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from None
     daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture)
 
-    def stop(*_: object) -> None:  # only this, for the thread that it strikes may hold any lock
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
     bound = Address(*listener.getsockname()[:2])
     print(f"checkmate shadow listening on {bound}", flush=True)
     try:
