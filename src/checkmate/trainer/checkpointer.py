@@ -41,6 +41,12 @@ log = logging.getLogger("checkmate")
 #: Staging memory by default: this much, or four times what a step sends, whichever is more.
 STAGING_BYTES = 256 << 20
 
+#: Why `wait` may be in vain.
+LACKING = (
+    "the shadow takes in the state anew, which travels with the next steps: call step() on all ranks, also without an "
+    "update, and wait() after it"
+)
+
 
 def attach(
     model: torch.nn.Module,
@@ -490,7 +496,7 @@ class Checkpointer:
     def wait(self, step: int | None = None, timeout: float | None = None) -> int:
         """Wait until `step` (by default the newest) is safe; returns the step that a restart would resume.
 
-        Raises Unreachable if that takes longer than `timeout` seconds, or can never be.
+        Raises Unreachable if that takes longer than `timeout` seconds, or cannot be without further steps.
         """
         link = self._link
         if link is None or self._closed:
@@ -499,16 +505,15 @@ class Checkpointer:
         if target > self._step:
             raise UsageError(f"wait({target}): the newest step is {self._step}")
         lag = self._lag
+        began = time.monotonic()
         link.wait_for(lambda: link.fatal is not None or lag.safe(target) or lag.hopeless, timeout)
         recovery = lag.recovery_step
         if recovery is None or recovery < target:
-            why = (
-                str(link.fatal)
-                if link.fatal
-                else link.trouble or ("its gradients were not kept" if lag.hopeless else "no answer")
+            why = str(link.fatal or link.trouble or (LACKING if lag.hopeless else "no answer"))
+            raise Unreachable(
+                f"step {target} is not safe after {time.monotonic() - began:.1f} s ({why}); a restart would resume at "
+                f"step {recovery}"
             )
-            late = "" if timeout is None else f" after {timeout:g} s"
-            raise Unreachable(f"step {target} is not safe{late} ({why}); a restart would resume at step {recovery}")
         return recovery
 
     def anchor(self) -> None:

@@ -52,7 +52,12 @@ class Lag:
 
     @property
     def hopeless(self) -> bool:
-        """Without further steps, the newest will not become safe."""
+        """Without further steps, the newest will not become safe: the shadow lacks state, which travels with them."""
+        return self._degraded or self._recorder.lacking > 0
+
+    @property
+    def _degraded(self) -> bool:
+        """Steps are not kept until this rank takes up the epoch that the shadow wants."""
         assert self.link is not None
         return self._recorder.gap or self.link.wanted > self._recorder.epoch
 
@@ -66,7 +71,7 @@ class Lag:
             return "refused"
         if not link.streaming:
             return "gone"
-        if self.hopeless:
+        if self._degraded:
             return "degraded"
         return "anchoring" if self._recorder.lacking else "streaming"
 
@@ -117,7 +122,7 @@ class Lag:
             return why
         if not link.streaming:
             return link.trouble or "no connection"
-        if link.wanted_reason and (self.hopeless or self._recorder.lacking):
+        if link.wanted_reason and self.hopeless:
             return f"the shadow takes in the state anew: {link.wanted_reason}"
         return "the shadow is behind"
 
