@@ -63,7 +63,11 @@ def _ask_shadow(lab: Lab, address: str) -> dict[str, Any]:
     asking = lab.run_in(
         lab.shadows[0].name, [sys.executable, "-m", "checkmate", "status", address, "--json"], stdout=subprocess.PIPE
     )
-    said, _ = asking.communicate(timeout=ANSWER_S)
+    try:
+        said, _ = asking.communicate(timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        asking.kill()
+        asking.wait()
     if asking.returncode:
         raise RunFailed("the shadow does not say what it has received")
     run: dict[str, Any] = json.loads(said)["runs"][0]

@@ -134,6 +134,7 @@ class Run:
         self._patience_s = PATIENCE_S if limits.captures else 0.0
         self._repairs = Repairs(self._patience_s)
         self.overheard_bytes = self.repaired_bytes = 0
+        self._deaf_bytes = 0  #: repaired since the network last brought something
         self._reports: Counter[str] = Counter()  #: by kind
         self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
@@ -248,13 +249,14 @@ class Run:
             return
         model = sum(block.nbytes for block in spec.blocks)
         multiple = max((state_multiple(o, self.limits.allowed) for o in spec.optimizers), default=0)
-        need = 2 * model * (1 + multiple) + RING_STEPS * model
+        gradients = RING_STEPS * (2 if spec.tap == "mirror" else 1)  # what was copied, and what is sent in its stead
+        need = 2 * model * (1 + multiple) + gradients * model
         others = self._elsewhere()
         if others + need > self.limits.memory_bytes:
             raise NotTaken(
                 "memory",
                 f"run {self.name!r} may need {need:,} bytes here (parameters {model:,} and optimizer state "
-                f"{multiple * model:,}, both twice while they are anchored anew, and {RING_STEPS} gradients), other "
+                f"{multiple * model:,}, both twice while they are anchored anew, and {gradients} gradients), other "
                 f"runs {others:,}, and this shadow may use {self.limits.memory_bytes:,}: raise its --memory-limit, or "
                 "remove a run",
             )
@@ -452,6 +454,7 @@ class Run:
             if kept:  # what anybody may send again, or forge, is no news of its step
                 self._repairs.moved(header.step, now)
                 self.overheard_bytes += header.length
+                self._deaf_bytes = 0
             if header.rank < self.partition.layout.world_size:
                 self._repairs.overheard(header.rank, header.step)
             return kept
@@ -469,9 +472,10 @@ class Run:
         if not self._keep(partition, header, payload):
             return
         self._repairs.answered(header.step, header.rank, time.monotonic())
-        before, self.repaired_bytes = self.repaired_bytes, self.repaired_bytes + header.length
+        self.repaired_bytes += header.length
+        before, self._deaf_bytes = self._deaf_bytes, self._deaf_bytes + header.length
         enough = 3 * sum(block.nbytes for block in partition.layout.blocks)
-        if self.limits.captures and not self.overheard_bytes and before <= enough < self.repaired_bytes:
+        if self.limits.captures and before <= enough < self._deaf_bytes:
             self._report(Report("note", DEAF))
 
     def repair(self, now: float) -> None:
