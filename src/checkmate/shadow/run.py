@@ -134,7 +134,7 @@ class Run:
         self._patience_s = PATIENCE_S if limits.captures else 0.0
         self._repairs = Repairs(self._patience_s)
         self.overheard_bytes = self.repaired_bytes = 0
-        self._deaf_bytes = 0  #: repaired since the network last brought something
+        self._deaf_bytes = 0  #: repaired since the network last brought a frame, wanted or not
         self._reports: Counter[str] = Counter()  #: by kind
         self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
@@ -450,11 +450,11 @@ class Run:
         with self.changed:
             if self.partition is None or self.incarnation is None or header.incarnation != self.incarnation.id:
                 return False
+            self._deaf_bytes = 0
             kept = self._keep(self.partition, header, payload)
             if kept:  # what anybody may send again, or forge, is no news of its step
                 self._repairs.moved(header.step, now)
                 self.overheard_bytes += header.length
-                self._deaf_bytes = 0
             if header.rank < self.partition.layout.world_size:
                 self._repairs.overheard(header.rank, header.step)
             return kept
