@@ -54,6 +54,9 @@ class Link:
     def up(self) -> None:
         for name in (self.near, self.far):
             ip(f"netns add {name}")
+        self.connect()
+
+    def connect(self) -> None:
         ip(f"link add eth0 netns {self.near} type veth peer name eth0 netns {self.far}")
         for name, host in ((self.near, 1), (self.far, 2)):
             ip(f"-n {name} address add 10.77.0.{host}/24 dev eth0")
@@ -268,16 +271,29 @@ def test_interface_that_goes_down_and_comes_back(link: Link, caplog: pytest.LogC
             listener.wait(lambda: "ip link set eth0 up" in caplog.text)
         finally:
             ip(f"-n {link.far} link set eth0 up")
-        frame = make_frame(1, 100)
-        with link.injector() as injector:
-            deadline = time.monotonic() + PATIENCE_S
-            while not listener.frames and time.monotonic() < deadline:
-                try:
-                    injector.send(packet(FLOW4, 100, frame))
-                except OSError:  # down, as the other end has just been
-                    time.sleep(0.01)
+        hears(link, listener)
+
+
+def test_interface_that_is_made_anew_under_its_name(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+    with Listener(link, [FLOW4]) as listener:
+        ip(f"-n {link.far} link delete eth0")
+        listener.wait(lambda: "nothing is captured" in caplog.text)
+        link.connect()
+        hears(link, listener)
+        assert "it is listened to again" in caplog.text
+
+
+def hears(link: Link, listener: Listener) -> None:
+    frame = make_frame(1, 100)
+    with link.injector() as injector:
+        deadline = time.monotonic() + PATIENCE_S
+        while not listener.frames and time.monotonic() < deadline:
+            try:
+                injector.send(packet(FLOW4, 100, frame))
+            except OSError:  # down, as the other end has just been
                 time.sleep(0.01)
-        assert listener.frames == [(FLOW4, frame)]
+            time.sleep(0.01)
+    assert listener.frames == [(FLOW4, frame)]
 
 
 def test_interface_that_is_not_there_is_named_with_those_that_are() -> None:

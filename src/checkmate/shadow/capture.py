@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -47,6 +48,8 @@ LARGE_BYTES = 9000
 QUEUE_BYTES = 128 << 20
 #: So often holes expire and `on_idle` is called, whether packets come or not.
 TICK_S = 0.02
+#: So often we look whether the interface is still the one that was there.
+LOOK_S = 1.0
 
 # linux/if_packet.h, linux/if_ether.h and asm/socket.h, where the socket module has no names for them.
 _SOL_PACKET = 263
@@ -54,6 +57,8 @@ _PACKET_ADD_MEMBERSHIP, _PACKET_STATISTICS, _PACKET_IGNORE_OUTGOING = 1, 6, 23
 _PACKET_MR_PROMISC = 1
 _ETH_P_ALL = 3
 _SO_RCVBUFFORCE, _SO_ATTACH_FILTER = 33, 26
+_SIOCGIFINDEX = 0x8933
+_IFREQ = struct.Struct("16si20x")
 _OP = struct.Struct("HBBI")
 _PROGRAM = struct.Struct("HP")
 _MEMBERSHIP = struct.Struct("iHH8s")
@@ -108,6 +113,7 @@ class Capture:
         self._told: set[str] = set()
         self._stopped = False
         self._socket = _open(interface)
+        self._number = _number_of(self._socket, interface)
         self.queue_bytes = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         self._thread = threading.Thread(target=self._run, name="checkmate capture", daemon=True)
 
@@ -154,7 +160,7 @@ class Capture:
         batch = _Batch(self._socket)
         packets = batch.packets
         clock, unpack = time.monotonic, PLAIN.unpack_from
-        tick = 0.0
+        tick = look = 0.0
         while not self._stopped:
             try:
                 lengths = batch.receive()
@@ -189,6 +195,9 @@ class Capture:
             if now >= tick:
                 tick = now + TICK_S
                 self._tick(now)
+            if now >= look:
+                look = now + LOOK_S
+                self._look()
 
     def _tick(self, now: float) -> None:
         for stream in self._streams.values():
@@ -197,6 +206,18 @@ class Capture:
             self._on_idle(now)
         except Exception as error:
             self._failed(error)
+
+    def _look(self) -> None:
+        """A driver loaded again, a bond or a link made anew: the same name, but another interface to the kernel."""
+        try:
+            number = _number_of(self._socket, self.interface)
+            if number == self._number:
+                return
+            _listen_on(self._socket, self.interface, number)
+        except OSError:  # gone, and not there yet
+            return
+        self._number = number
+        log.warning("capture on %s: the interface was made anew; it is listened to again", self.interface)
 
     def _take(self, flow: Flow) -> Take:
         def take(header: Header, head: memoryview, payload: memoryview, trailer: memoryview) -> None:
@@ -216,7 +237,7 @@ class Capture:
             )
 
     def _broken(self, error: OSError) -> None:
-        """The socket reports the interface's trouble once, and goes on when it is up again."""
+        """The socket reports the interface's trouble once, and goes on when it is there and up again."""
         kind = errno.errorcode.get(error.errno or 0, "?")
         if kind not in self._told:
             self._told.add(kind)
@@ -315,14 +336,23 @@ def _open(interface: str) -> socket.socket:
         whole, part = divmod(TICK_S, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(whole), int(part * 1e6)))
         sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        promiscuous = _MEMBERSHIP.pack(number, _PACKET_MR_PROMISC, 0, bytes(8))
-        sock.setsockopt(_SOL_PACKET, _PACKET_ADD_MEMBERSHIP, promiscuous)
         _attach(sock, [])
-        sock.bind((interface, _ETH_P_ALL))
+        _listen_on(sock, interface, number)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _listen_on(sock: socket.socket, interface: str, number: int) -> None:
+    sock.setsockopt(_SOL_PACKET, _PACKET_ADD_MEMBERSHIP, _MEMBERSHIP.pack(number, _PACKET_MR_PROMISC, 0, bytes(8)))
+    sock.bind((interface, _ETH_P_ALL))
+
+
+def _number_of(sock: socket.socket, interface: str) -> int:
+    """The number of the interface of this name where the socket is, whatever namespace its thread is in."""
+    number: int = _IFREQ.unpack(fcntl.ioctl(sock, _SIOCGIFINDEX, _IFREQ.pack(interface.encode(), 0)))[1]
+    return number
 
 
 def _attach(sock: socket.socket, flows: Collection[Flow]) -> None:
