@@ -114,12 +114,15 @@ def check(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(rank: int, shadow: str, what: str) -> tuple[str, str]:
-    inner = net()
+    inner: nn.Module = net()
     model: nn.Module = inner if what == "bare" else DistributedDataParallel(inner)
     if what == "parts":
         model = inner = nn.Sequential(net(), net())
         wrapped = [DistributedDataParallel(each) for each in inner]
         assert wrapped
+    if what == "sparse":
+        inner = nn.Embedding(4, 2, sparse=True)
+        model = DistributedDataParallel(inner)
     if what == "hook" and rank:
         model.register_comm_hook(None, averaging)  # type: ignore[operator]
     options = {"interface": "nope0"} if what == "interface" and rank else {}
@@ -145,6 +148,7 @@ def averaging(_, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annota
         ("bare", ["tap='mirror'", "wrap the whole model"]),
         ("parts", ["tap='mirror'", "wrap the whole model"]),
         ("hook", ["communication hook already (averaging)", "register none"]),
+        ("sparse", ["sparse gradients", "sparse=False"]),
         ("interface", ["nope0", "lo"]),
     ],
 )

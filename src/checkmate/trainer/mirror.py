@@ -280,6 +280,10 @@ def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:
         return None
     if getattr(ddp, "_use_python_reducer", False):
         raise Unsupported("DDP reduces under compiled autograd, which knows no buckets; use tap='step'")
+    if any(ddp._build_params_for_reducer()[1]):
+        raise Unsupported(
+            "DDP expects sparse gradients, of which Checkmate knows none; use dense ones (nn.Embedding(sparse=False))"
+        )
     if ddp._comm_hooks:
         hook, state, *_ = ddp._comm_hooks[0]
         if not isinstance(state, _Installed):
