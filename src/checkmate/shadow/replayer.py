@@ -23,6 +23,9 @@ from .gradients import Gradients
 from .partition import Partition
 from .replay import Cut, State
 
+#: A reader waits no longer for what is safe and not yet applied.
+CATCH_UP_S = 10.0
+
 
 class Work(NamedTuple):
     """A step to apply: for which partition, and what has come for it."""
@@ -56,7 +59,7 @@ class Replayer:
         self.frozen: State | None = None
         self._changed, self._owner, self._allowed, self._threads = changed, owner, allowed, threads
         self._queue: deque[Work | Freeze | None] = deque()
-        self._idle = True
+        self._at_work: Work | Freeze | None = None
         self.thread = threading.Thread(target=self._replay, name=f"replay {name}", daemon=True)
         self.thread.start()
 
@@ -72,7 +75,7 @@ class Replayer:
 
     @property
     def idle(self) -> bool:
-        return self._idle and not self._queue
+        return self._at_work is None and not self._queue
 
     def recoverable(self) -> State | None:
         """The newest whole step."""
@@ -124,7 +127,10 @@ class Replayer:
     # ------------------------------------------------------------ with no lock held
 
     def lease(self, step: int | None) -> Cut:
-        """Hold one whole step for a reader. Raises StepNotFound."""
+        """Hold one whole step for a reader, none older than was safe when it asked. Raises StepNotFound."""
+        with self._changed:
+            newest = self._queue[-1] if self._queue else self._at_work
+            self._changed.wait_for(lambda: not self._ahead_of(newest), CATCH_UP_S)
         with self.between_steps, self._changed:
             held = self.recoverable()
             if held is None:
@@ -136,6 +142,10 @@ class Replayer:
                     f"run {self.name!r}: step {step} is not held; the one step that is whole here is {held.step}"
                 )
             return held.cut()
+
+    def _ahead_of(self, work: Work | Freeze | None) -> bool:
+        """Whether this is still to be done."""
+        return work is not None and any(work is each for each in (self._at_work, *self._queue))
 
     def release(self, cut: Cut) -> None:
         with self.between_steps:
@@ -154,14 +164,14 @@ class Replayer:
     def _replay(self) -> None:
         while True:
             with self._changed:
-                self._idle = True
+                self._at_work = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._queue)
                 work = self._queue.popleft()
                 if work is None:
                     self._changed.notify_all()
                     return
-                self._idle = False
+                self._at_work = work
                 state = self.state
             if isinstance(work, Freeze):
                 self._freeze(work)
