@@ -366,7 +366,7 @@ class Checkpointer:
             work()
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C, and the user may go on: what is recorded is not all of it
-                self._recorder.gap = True
+                self._recorder.end_epoch("training was interrupted while a step was recorded")
                 raise
             if first or self._link is None:
                 raise  # a model that cannot be shadowed is refused here

@@ -97,7 +97,7 @@ class Lag:
         elif not self._told and (lost or (behind and step - (recovery or 0) > LATE_STEPS)):
             self._told = True
             self._warn(link, step, recovery)
-        elif self._told and not behind and not lost:
+        elif self._told and not behind and not lost and not self.hopeless:
             self._told = False
             if self._rank == 0:
                 log.warning("checkmate: whole again: a restart would resume at step %d", recovery)
@@ -115,6 +115,8 @@ class Lag:
     def _why(self, link: Link) -> str:
         if link.fatal is not None:
             return str(link.fatal)
+        if self._recorder.gap_reason:
+            return self._recorder.gap_reason
         if self._recorder.gap:
             why = f"the shadow does not keep up, and staging ({self._pool.limit_bytes:,} bytes) is full"
             if self._recorder.at_once:

@@ -60,6 +60,7 @@ class Recorder:
         self.lead = rank in layout.leads
         self.epoch = 0
         self.gap = False  #: this epoch is over for us: nothing is kept until the next
+        self.gap_reason = ""  #: if it is not that staging memory was full
         self.gaps = 0
         self.at_once = False  #: anchor all blocks in one step
         self.link: Link | None = None
@@ -90,9 +91,14 @@ class Recorder:
         """
         self.at_once = self.epoch > 0 and bool(self._unanchored)
         self.epoch = epoch
-        self.gap = False
+        self.gap, self.gap_reason = False, ""
         self._begin()
         self.watch.mark_all()
+
+    def end_epoch(self, reason: str) -> None:
+        """Keep nothing from here on, until the shadow asks for the next epoch."""
+        if not self.gap:
+            self.gap, self.gap_reason = True, reason
 
     def _begin(self) -> None:
         self.updates = 0  #: how many the open step has so far, recorded or not
@@ -289,7 +295,7 @@ class Recorder:
         """Everything so far belongs to `step`: queue its part, and what is anchored with it."""
         self._closing = first = self._closing or step
         if self.link is not None and self.link.backlog > MAX_BACKLOG:
-            self.gap = True
+            self.end_epoch(f"the shadow does not keep up, and {MAX_BACKLOG:,} batches wait for it")
         if not self.gap:
             outside = self.watch.changed()
             if outside and not self.updates and not self._warned:
