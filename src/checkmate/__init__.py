@@ -1,4 +1,4 @@
-"""Checkmate: every training step is a checkpoint, and training pays nothing for it.
+"""Checkmate: every training step is a checkpoint, and training does not stop for it.
 
 ckpt = checkmate.attach(model, optimizer, shadow="tcp://host:7070", run="gpt-small")
 step = ckpt.restore()

@@ -150,7 +150,7 @@ def test_switchs_configuration_makes_a_comparison(run: Command, tmp_path: Path) 
 
 def test_show_without_the_switchs_configuration_says_so(run: Command) -> None:
     shown = run("show", ON_SONIC, "--target", "sonic")
-    assert shown.code == 0
+    assert shown.code == 1
     assert "not compared with the switch" in shown.out
     facts = json.loads(run("show", ON_SONIC, "--target", "sonic", "--json").out)
     assert (facts["compared"], facts["as_desired"]) == (False, False)

@@ -49,7 +49,7 @@ class TestInALab:
     def lab(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
         # Limits of socket buffers are the machine's, not the lab's: one test is about them, and not the others.
         monkeypatch.setattr("checkmate.cli.doctor.judge", partial(judge, least_buffer_bytes=1))
-        with one_lab(), Lab(workers=2, shadows=1, directory=tmp_path) as lab:
+        with one_lab(), Lab(workers=2, shadows=1) as lab:
             yield lab
 
     def failures(self, lab: Lab, cluster: Cluster | None = None) -> list[tuple[str, str, str, str]]:

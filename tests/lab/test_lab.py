@@ -54,7 +54,7 @@ def test_up_down_and_status_say_the_same_when_said_again() -> None:
     assert all(word in Ran("status").out for word in ("10.78.1.1", "w2/mgmt0", "packets dropped", "copied to s0"))
     other = Ran("up", "--workers", 4)
     assert other.code == 1
-    assert "another shape is up (3 workers, 1 shadows, MTU 9000, 1gbit per link, no offloads)" in other.err
+    assert "another shape is up (3 workers, 1 shadow, MTU 9000, 1gbit per link, no offloads)" in other.err
     removed = [json.loads(Ran("down", "--json").out)["removed"] for _ in range(2)]
     assert removed == [["cm-s0", "cm-switch", "cm-w0", "cm-w1", "cm-w2"], []]
     assert Ran("status").code == 1

@@ -17,7 +17,7 @@ from .demo import demo
 
 app = typer.Typer(
     name="checkmate",
-    help="Every training step is a checkpoint, and training pays nothing for it.",
+    help="Every training step is a checkpoint, and training does not stop for it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

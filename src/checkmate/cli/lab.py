@@ -85,6 +85,7 @@ def status(as_json: AsJson = False) -> None:
             message = "no lab is up"
         print(json.dumps({"up": False, "leftovers": leftovers}) if as_json else message)
         raise typer.Exit(1)
+    network.require(lab.shape)
     facts = _facts(lab)
     if as_json:
         print(json.dumps(facts))

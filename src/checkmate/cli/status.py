@@ -79,6 +79,7 @@ def _show(runs: list[dict[str, Any]], capture: dict[str, Any] | None) -> None:
         console.print(run["run"], style="bold")
         console.print(table)
     if capture is not None:
-        counts = ["packets", "kernel_drops", "holes", "bad_frames", "forged_frames", "foreign_frames", "foreign"]
+        counts = ["packets", "kernel_drops", "holes", "bad_frames", "forged_frames", "foreign_frames"]
         named = ", ".join(f"{capture[name]:,} {name.replace('_', ' ')}" for name in counts)
+        named += f", {capture['foreign']:,} foreign packets"
         console.print(f"capture on {capture['interface']}: {named}")

@@ -53,7 +53,10 @@ Output = Annotated[Path | None, typer.Option(metavar="FILE", help="sonic: write 
 def show(
     cluster: ClusterFile, target: TargetKind = Target.nft, config_db: ConfigDb = None, as_json: AsJson = False
 ) -> None:
-    """Show the rules that the cluster asks for, what the switch has, and the differences. Exit 1 if there are any."""
+    """Show the rules that the cluster asks for, what the switch has, and the differences.
+
+    The exit code is 1 if there are any, and where nothing was compared.
+    """
     _options(target, config_db)
     asked = description.load(cluster)
     if target is Target.nft:
@@ -80,7 +83,7 @@ def show(
             print("not compared with the switch: --config-db says what it has")
         elif not operations and not lacking:
             print("the switch is as desired")
-    if operations or lacking:
+    if operations or lacking or not compared:
         raise typer.Exit(1)
 
 

@@ -40,12 +40,10 @@ class Lab:
         rate: str | None = None,
         offloads: bool = True,
         rules: bool = True,
-        directory: Path = STATE,
     ) -> None:
-        """`directory` gets cluster.toml."""
         self.shape = Shape(workers, shadows, mtu, rate, offloads, rules)
         self.cluster = plan.cluster(self.shape)
-        self.cluster_file = directory / CLUSTER
+        self.cluster_file = STATE / CLUSTER  #: there while the lab is
         self.hosts = {host.name: host for host in plan.hosts(self.shape)}
         self._held: Any = None
 
@@ -72,6 +70,7 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         try:
+            self.cluster_file.unlink(missing_ok=True)
             network.clear()
         finally:
             self._held.__exit__(None, None, None)
@@ -128,7 +127,7 @@ def up(lab: Lab) -> bool:
         if shape:
             raise LabError(f"a lab of another shape is up ({shape}); take it down first: checkmate lab down")
         lab._build()
-        (STATE / KEPT).write_text(json.dumps({"shape": asdict(lab.shape), "cluster": str(lab.cluster_file)}))
+        (STATE / KEPT).write_text(json.dumps({"shape": asdict(lab.shape)}))
     return True
 
 
@@ -136,7 +135,8 @@ def down() -> list[str]:
     """Remove a lab that was left up, or what is left of one. Says which namespaces there were."""
     network.require(Shape(rules=False))
     with lock():
-        (STATE / KEPT).unlink(missing_ok=True)
+        for name in (KEPT, CLUSTER):
+            (STATE / name).unlink(missing_ok=True)
         return network.clear()
 
 
@@ -144,7 +144,7 @@ def existing() -> Lab | None:
     """The lab that was left up."""
     if not (shape := kept()):
         return None
-    return Lab(**asdict(shape), directory=Path(json.loads((STATE / KEPT).read_text())["cluster"]).parent)
+    return Lab(**asdict(shape))
 
 
 @contextmanager

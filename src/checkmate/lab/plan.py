@@ -55,7 +55,11 @@ class Shape:
         offloads, rules = (
             "" if on else f", no {what}" for on, what in ((self.offloads, "offloads"), (self.rules, "rules"))
         )
-        return f"{self.workers} workers, {self.shadows} shadows, MTU {self.mtu}{rate}{offloads}{rules}"
+        workers, shadows = (
+            f"{count} {noun}{'' if count == 1 else 's'}"
+            for count, noun in ((self.workers, "worker"), (self.shadows, "shadow"))
+        )
+        return f"{workers}, {shadows}, MTU {self.mtu}{rate}{offloads}{rules}"
 
 
 @dataclass(frozen=True)
