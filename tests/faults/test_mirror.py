@@ -10,8 +10,9 @@ import random
 import signal
 import socket
 import struct
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +117,7 @@ def test_stopped_shadow_costs_the_workers_nothing_and_is_whole_again(
             assert rank.steps[-1]["stats"]["gaps"] == 0
         assert rank.steps[-1]["stats"]["fallbacks"] <= (0 if staging is None else 10)
     assert (ranks[0].steps[-1]["stats"]["gaps"] > 0) == (staging is not None)
+    assert ranks[0].count("copied nothing") == 0
 
 
 def test_shadow_that_comes_back_empty_is_whole_again(lab: Lab, tmp_path: Path) -> None:
@@ -149,6 +151,23 @@ def test_shadow_that_hears_nothing_gets_everything_as_repairs_and_says_so(lab: L
         lab.check_steps(rank)
 
 
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An interface on which nothing comes."""
+    name = f"cmt{os.getpid()}"
+    subprocess.run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"], check=True)
+    subprocess.run(["ip", "link", "set", name, "up"], check=True)
+    yield name
+    subprocess.run(["ip", "link", "delete", name], check=True)
+
+
+@needs_capture
+def test_shadow_to_which_the_network_copies_nothing_says_so(lab: Lab, tmp_path: Path, silent: str) -> None:
+    ranks = start(lab, tmp_path / "0", lab.shadow("--capture", silent).address)
+    ranks[0].line(r"copied nothing.*checkmate doctor")
+    audit(ranks)
+
+
 @needs_capture
 def test_what_the_network_loses_is_repaired(lab: Lab, tmp_path: Path) -> None:
     shadow = shadow_of(lab, loss=(0.05, lab.random.randrange(1 << 32)))
@@ -164,6 +183,7 @@ def test_what_the_network_loses_is_repaired(lab: Lab, tmp_path: Path) -> None:
     for rank in ranks:
         lab.check_steps(rank)
         assert rank.steps[-1]["stats"]["gaps"] == rank.steps[-1]["stats"]["fallbacks"] == 0
+        assert rank.count("copied nothing") == 0
 
 
 # ------------------------------------------------------------------------------ the workers

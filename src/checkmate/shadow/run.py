@@ -70,9 +70,11 @@ GRACE_S = 2.5
 CLAIM_LEASE_S = 300.0
 #: So many reports of one kind are logged per attempt; the ranks hear all, and `status` shows the last.
 REPORTS = 5
+#: So long, and of so many gradients in a row, the network brings nothing before it is said.
+DEAF_S, DEAF_STEPS = 5.0, 3
 DEAF = (
-    "the network has copied nothing of three steps' gradients to this shadow, and all of it was sent to it instead: "
-    "`checkmate doctor` says which rule, mark or interface is at fault"
+    f"the network has copied nothing to this shadow for {DEAF_S:.0f} s, and all of {DEAF_STEPS} steps' gradients "
+    "and more was sent to it instead: `checkmate doctor` says which rule, mark or interface is at fault"
 )
 UNHEARD = (
     "the shadow was started without --capture: it hears nothing of what the network copies, and with tap='mirror' all "
@@ -134,7 +136,8 @@ class Run:
         self._patience_s = PATIENCE_S if limits.captures else 0.0
         self._repairs = Repairs(self._patience_s)
         self.overheard_bytes = self.repaired_bytes = 0
-        self._deaf_bytes = 0  #: repaired since the network last brought a frame, wanted or not
+        self._deaf_bytes = 0  #: repaired since the network last brought a frame, wanted or not,
+        self._deaf_since = 0.0  #: which began then
         self._reports: Counter[str] = Counter()  #: by kind
         self.suspects: dict[int, str] = {}  #: blocks that an audit found different, until they are anchored anew
         self._draining = False
@@ -471,11 +474,15 @@ class Run:
         """A frame that was asked for."""
         if not self._keep(partition, header, payload):
             return
-        self._repairs.answered(header.step, header.rank, time.monotonic())
+        now = time.monotonic()
+        self._repairs.answered(header.step, header.rank, now)
         self.repaired_bytes += header.length
-        before, self._deaf_bytes = self._deaf_bytes, self._deaf_bytes + header.length
-        enough = 3 * sum(block.nbytes for block in partition.layout.blocks)
-        if self.limits.captures and before <= enough < self._deaf_bytes:
+        if not self._deaf_bytes:
+            self._deaf_since = now
+        self._deaf_bytes += header.length
+        enough = DEAF_STEPS * sum(block.nbytes for block in partition.layout.blocks)
+        if self.limits.captures and self._deaf_bytes > enough and now - self._deaf_since > DEAF_S:
+            self._deaf_bytes = 0
             self._report(Report("note", DEAF))
 
     def repair(self, now: float) -> None:
