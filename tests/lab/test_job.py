@@ -167,6 +167,24 @@ def test_a_training_job_is_shadowed_by_what_the_switch_copies(tmp_path: Path) ->
     ran = Ran("run", "--workers", 2, "--json", "--", sys.executable, tmp_path / "train.py")
     assert ran.code == 0, ran.err
     assert "[w0] differing []" in ran.err
+    check_copied(ran)
+
+
+def test_so_is_one_whose_hosts_have_several_ranks_each(tmp_path: Path) -> None:
+    """What two ranks of one host send each other passes no switch."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = (
+        f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank $RANK "
+        f"--master-addr $MASTER_ADDR --master-port 29511 {tmp_path / 'train.py'}"
+    )
+    ran = Ran("run", "--workers", 2, "--json", "--", "sh", "-c", command)
+    assert ran.code == 0, ran.err
+    assert ran.err.count("differing []") == 4
+    check_copied(ran)
+
+
+def check_copied(ran: Ran) -> None:
+    """One gradient per step has come to the shadow from the switch; repairs would go by the management network."""
     gradients = 10 * 4 * (500 * 500 + 500)
     links = json.loads(ran.out)["links"]
     assert gradients < links["s0"]["rx_bytes"] < 1.2 * gradients

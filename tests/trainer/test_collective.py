@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from checkmate.tensors import bytes_of
 from checkmate.trainer.collective import UNLABELLED, Collective, Label, Operation, Peer
-from checkmate.trainer.peers import _connect
+from checkmate.trainer.peers import _connect, tagged_distance
 from checkmate.trainer.shards import NO_BLOCK, Place, Plan
 from checkmate.wire.frames import HEADER_BYTES, Header, decode_header
 from checkmate.wire.seal import TRAILER_BYTES, Seal
@@ -35,9 +35,10 @@ def make() -> Iterator[Make]:
     made: list[Collective] = []
 
     def collectives(
-        world: int, timeout_s: float = 30.0, seal: Callable[[bytes], Seal] | None = None
+        world: int, timeout_s: float = 30.0, seal: Callable[[bytes], Seal] | None = None, per_host: int = 16
     ) -> list[Collective]:
-        listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(world)]
+        hosts = [f"127.0.0.{1 + rank // per_host}" for rank in range(world)]
+        listeners = [socket.create_server((host, 0), backlog=64) for host in hosts]
         addresses = [listener.getsockname()[:2] for listener in listeners]
         peers: list[list[Peer | None]] = [[] for _ in range(world)]
 
@@ -144,6 +145,26 @@ def test_half_precision_does_not_overflow_in_the_sum(make: Make) -> None:
     buckets = [torch.full((100,), 40_000.0, dtype=torch.float16) for _ in range(2)]
     for operation in [begin(c, b) for c, b in zip(make(2), buckets, strict=True)]:
         assert torch.equal(done(operation), torch.full((100,), 40_000.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(("world", "per_host"), [(2, 1), (4, 2), (8, 2), (8, 4), (16, 8), (6, 4), (5, 2)])
+def test_tagged_connections_go_to_another_host_from_as_many_ranks_as_can_be(
+    make: Make, world: int, per_host: int
+) -> None:
+    ranks = make(world, per_host=per_host)
+    values = values_of(world, 300_003, torch.float32, SEED)
+    buckets = [value.clone() for value in values]
+    for operation in [begin(c, b) for c, b in zip(ranks, buckets, strict=True)]:
+        done(operation)
+    assert all(torch.equal(bucket, average(values)) for bucket in buckets)
+    targets = [collective._tagged_to for collective in ranks]
+    assert sorted(targets) == list(range(world))
+    across = sum(rank // per_host != target // per_host for rank, target in enumerate(targets))
+    assert across == {(6, 4): 4}.get((world, per_host), world)  # four on one host have two to go to
+
+
+def test_on_one_host_the_tagged_connection_goes_to_the_next_rank() -> None:
+    assert [tagged_distance(["a"] * world) for world in range(2, 17)] == [1] * 15
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -5,7 +5,7 @@ sums depend neither on timing nor on where in a bucket a gradient lies. A shard 
 leaves as soon as it is there::
 
     reduce-scatter    rank i ── chunk of shard j ──> rank j: divides by N, adds in the order of ranks
-    all-gather        rank j ── its sum ───────────> all others; to rank j + 1 on the *tagged* connection
+    all-gather        rank j ── its sum ───────────> all others; to one of them on the *tagged* connection
 
 The tagged connection carries nothing but frames, in packets with a DSCP mark: each shard passes there exactly once, and
 what the network replicates is one gradient. A worker's N - 1 untagged streams and its tagged one share its link, so N
@@ -66,7 +66,7 @@ UNLABELLED = Label()
 
 
 class Peer(NamedTuple):
-    """The connections with one other rank. `tagged_out` goes to the next rank only, `tagged_in` comes from the last."""
+    """The connections with one other rank. `tagged_out` goes to one rank only, `tagged_in` comes from one only."""
 
     plain: socket.socket
     tagged_out: socket.socket | None = None
@@ -121,6 +121,7 @@ class Collective:
         self._summed = 0
         self._summing = False
         others = [peer for peer in peers if peer is not None]
+        self._tagged_to = next(r for r, peer in enumerate(peers) if peer is not None and peer.tagged_out is not None)
         self._inbox = {
             r: torch.empty(AHEAD * CHUNK_BYTES, dtype=torch.uint8) for r, peer in enumerate(peers) if peer is not None
         }
@@ -302,7 +303,7 @@ class Collective:
         own.copy_(total)
 
     def _gather(self, operation: Operation, chunk: Chunk) -> None:
-        """Send this rank's sum: in frames, tagged, to the next rank, and as it is to the others."""
+        """Send this rank's sum: in frames, tagged, to one rank, and as it is to the others."""
         shard, first = operation.shard, operation.first
         frames: list[Memory] = []
         for cut in chunk.frames:
@@ -317,8 +318,9 @@ class Collective:
         self._tagged.put(_Outgoing(frames, operation))
         payload = shard[chunk.start - first : chunk.stop - first]
         prefix = _PREFIX.pack(_GATHER, operation.number, chunk.start, len(payload))
-        for step in range(2, self.world):
-            self._outbox[(self.rank + step) % self.world].put(_Outgoing([prefix, payload], operation))
+        for step in range(1, self.world):
+            if (other := (self.rank + step) % self.world) != self._tagged_to:
+                self._outbox[other].put(_Outgoing([prefix, payload], operation))
 
     def _header(self, label: Label, block: int, offset: int, length: int, digest: int) -> bytes:
         header = Header(
@@ -381,7 +383,7 @@ class Collective:
                 raise ConnectionError(f"rank {other} sent what no rank sends; the ranks reduce different buckets")
 
     def _receive_frames(self, sock: socket.socket, other: int) -> None:
-        """What the last rank's tagged connection brings: the same frames that the shadow sees."""
+        """What a tagged connection brings: the same frames that the shadow sees."""
         head = bytearray(HEADER_BYTES)
         trailer = memoryview(bytearray(TRAILER_BYTES if self._seal_for is not None else 0))
         while (operation := self._expected.get()) is not None:

@@ -1,4 +1,4 @@
-"""The connections of the collective: between every two ranks of a process group one, and one tagged to the next rank.
+"""The connections of the collective: between every two ranks of a process group one, and of each rank one tagged.
 
 Addresses are exchanged over the process group itself, with a secret by which each rank knows its peers' connections.
 """
@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -107,15 +108,24 @@ def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) ->
             listener.close()
 
 
+def tagged_distance(hosts: Sequence[str]) -> int:
+    """By how many ranks the tagged connections go, the same for all: from as many ranks as can be to another host.
+
+    What ranks of one host send each other no switch ever sees.
+    """
+    world = len(hosts)
+    return max(range(1, world), key=lambda n: (sum(hosts[r] != hosts[(r + n) % world] for r in range(world)), -n))
+
+
 def _connect(
     rank: int, addresses: list[tuple[str, int]], secret: bytes, listener: socket.socket, dscp: int, deadline: float
 ) -> tuple[list[Peer | None], Flow]:
-    """Every rank connects to those after it, and tagged to the next one; the others connect to it."""
+    """Every rank connects to those after it, and tagged to the one at `tagged_distance`; the others connect to it."""
     world = len(addresses)
     plain: dict[int, socket.socket] = {}
     tagged: dict[int, socket.socket] = {}
     opened: list[socket.socket] = []
-    following = (rank + 1) % world
+    following = (rank + tagged_distance([host for host, _ in addresses])) % world
     try:
         for other in range(rank + 1, world):
             plain[other] = _open(addresses[other], addresses[rank][0], None, deadline)
