@@ -34,7 +34,9 @@ def main() -> None:
     # Not --run: torchrun looks at the script's options too, and takes it for its own --run-path.
     parser.add_argument("--name", default="ddp", help="what the shadow keeps this run under")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--tap", default="step", choices=["step", "mirror"], help="how gradients reach the shadow")
+    parser.add_argument(
+        "--tap", default="step", choices=["step", "mirror", "multicast"], help="how gradients reach the shadow"
+    )
     args = parser.parse_args()
 
     terminated: list[int] = []

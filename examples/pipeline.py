@@ -77,7 +77,9 @@ def main() -> None:
     parser.add_argument("--shadow", required=True, metavar="ADDRESS", help="tcp://HOST:PORT of a shadow")
     parser.add_argument("--name", default="pipeline", help="what the shadow keeps this run under")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--tap", default="step", choices=["step", "mirror"], help="how gradients reach the shadow")
+    parser.add_argument(
+        "--tap", default="step", choices=["step", "mirror", "multicast"], help="how gradients reach the shadow"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("gloo")

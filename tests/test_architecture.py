@@ -43,7 +43,7 @@ SANS_IO = (
 )  # fmt: skip
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",
-     "socket", "ssl", "subprocess", "threading", "time", "torch", "numpy")
+     "socket", "ssl", "subprocess", "threading", "time", "torch")
 )  # fmt: skip
 SANS_IO_TESTS = ["tests/wire", "tests/test_layout.py"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from checkmate import cli
-from checkmate.switch.cluster import Cluster, Shadow, Sonic, Switch, Worker, dumps
+from checkmate.switch.cluster import Cluster, Multicast, Shadow, Sonic, Switch, Worker, dumps
 from tests.network import requires_network
 from tests.switch.wires import Wires, frame, wires
 
@@ -106,6 +106,62 @@ class TestNft:
         assert "port w9 of worker w9 is no device of the switch" in shown.out
 
 
+class TestMulticast:
+    pytestmark = requires_network
+
+    @pytest.fixture
+    def switch(self) -> Iterator[Wires]:
+        with wires() as made:
+            made.cluster = replace(made.cluster, switch=replace(made.cluster.switch, bridge="br0"))
+            made.run("ip", "link", "set", "br0", "type", "bridge", "mcast_snooping", "0")
+            yield made
+
+    def test_bridge_is_made_to_snoop_and_rules_that_nobody_wants_go(self, switch: Wires, run: Command) -> None:
+        before = switch.ruleset()
+        assert run("apply", switch.cluster).code == 0  # as long as it was the mirror
+        cluster = replace(switch.cluster, multicast=Multicast())
+        shown = run("show", cluster)
+        assert shown.code == 1
+        assert shown.out.splitlines()[:3] == [
+            "bridge br0 mcast_snooping is off",
+            "bridge br0 mcast_querier is off",
+            "no host has joined a group in 239.77.0.0/24",
+        ]
+        for change in ("remove chain from_w0", "remove table netdev checkmate", "change bridge br0 mcast_snooping"):
+            assert f"differs: apply would {change}" in shown.out
+        tried = run("apply", cluster, "--dry-run")
+        assert "\nip link set dev br0 type bridge mcast_snooping 1 mcast_querier 1\n" in tried.out
+        assert "delete table netdev checkmate" in tried.out
+        assert run("show", cluster).out == shown.out
+
+        assert run("apply", cluster).code == 0
+        assert run("apply", cluster) == (0, "nothing to do\n", "")
+        assert switch.ruleset() == before
+        shown = run("show", cluster)
+        assert shown.code == 0
+        assert shown.out.endswith("the switch is as desired\n")
+        assert run("remove", cluster) == (0, "nothing to do\n", "")
+        assert run("show", cluster).code == 0
+
+    def test_json_says_the_same(self, switch: Wires, run: Command) -> None:
+        cluster = replace(switch.cluster, multicast=Multicast())
+        facts = json.loads(run("apply", cluster, "--json").out)
+        assert [(c["do"], c["before"], c["after"]) for c in facts["changes"]] == [("change", 0, 1)] * 2
+        assert facts["commands"] == ["ip link set dev br0 type bridge mcast_snooping 1 mcast_querier 1"]
+        assert facts["script"] == ""
+        shown = json.loads(run("show", cluster, "--json").out)
+        assert (shown["as_desired"], shown["rules"], shown["groups"], shown["routers"]) == (True, [], {}, [])
+        assert set(shown["settings"].values()) == {1}
+
+    def test_bridge_that_is_none_or_not_named_is_refused(self, switch: Wires, run: Command) -> None:
+        for bridge, code, said in (("w0", 1, "w0 of the switch is no bridge"), ("", 2, "switch.bridge is missing")):
+            named = replace(switch.cluster.switch, bridge=bridge)
+            for verb in ("show", "apply"):
+                ended = run(verb, replace(switch.cluster, multicast=Multicast(), switch=named))
+                assert ended.code == code
+                assert said in ended.err
+
+
 def test_json_for_config_load_goes_to_stdout_and_what_to_run_to_stderr(run: Command) -> None:
     ended = run("apply", ON_SONIC, "--target", "sonic")
     assert ended.code == 0
@@ -146,6 +202,18 @@ def test_switchs_configuration_makes_a_comparison(run: Command, tmp_path: Path) 
         ended = run(verb, ON_SONIC, *options)
         assert ended.code == 1
         assert "EVERFLOW" in ended.out + ended.err
+
+
+def test_sonic_has_nothing_for_multicast_but_gets_rid_of_rules(run: Command, tmp_path: Path) -> None:
+    has = tmp_path / "has.json"
+    has.write_text(run("apply", ON_SONIC, "--target", "sonic").out)
+    other = replace(ON_SONIC, multicast=Multicast())
+    for verb in ("show", "apply"):
+        ended = run(verb, other, "--target", "sonic", "--config-db", has)
+        assert ended.code == 2
+        assert "with [multicast] there is nothing to configure here" in ended.err
+    removed = run("remove", other, "--target", "sonic", "--config-db", has)
+    assert {step["op"] for step in json.loads(removed.out)} == {"remove"}
 
 
 def test_show_without_the_switchs_configuration_says_so(run: Command) -> None:

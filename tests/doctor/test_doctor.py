@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from checkmate import cli
 from checkmate.doctor import probe
 from checkmate.doctor.hosts import observe
 from checkmate.doctor.judge import FAILED, judge
@@ -25,21 +24,6 @@ from tests.network import one_lab, requires_network
 HOOK = "add table netdev foreign; add chain netdev foreign c {{ type filter hook {} priority {}; }};"
 
 Result = tuple[int, str, str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Run ``checkmate doctor --cluster FILE OPTIONS`` in this process: exit code, output, complaints."""
-
-    def command(file: Path, *options: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["checkmate", "doctor", "--cluster", str(file), *options])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        return (code if isinstance(code, int) else int(code is not None), *capsys.readouterr())
-
-    return command
 
 
 class TestInALab:

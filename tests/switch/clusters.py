@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from checkmate.switch.cluster import Cluster, Shadow, Sonic, Switch, Worker
+from checkmate.switch.cluster import Cluster, Multicast, Shadow, Sonic, Switch, Worker
 
 TWO_WORKERS = Cluster(
     (Worker("w0", "10.77.0.1", "w0"), Worker("w1", "10.77.0.2", "w1")),
@@ -27,14 +27,18 @@ SONICS = st.builds(
     ttl=st.integers(1, 255),
     queue=BYTES,
 )
+MULTICASTS = st.builds(
+    Multicast, st.sampled_from(["239.77.0.0/24", "239.1.0.0/16", "232.0.0.7/32"]), st.integers(1, 255)
+)
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
-    """Any description that `load` can return."""
-    count = draw(st.integers(2, 8))
+def clusters(draw: st.DrawFn, multicasts: st.SearchStrategy[Multicast | None] = st.none()) -> Cluster:  # noqa: B008
+    """Any description that `load` can return; with `multicasts`, also those whose gradients go by multicast."""
+    multicast, count = draw(multicasts), draw(st.integers(2, 8))
+    addresses = ADDRESSES if multicast is None else ADDRESSES.filter(lambda address: ":" not in address)
     workers = draw(st.integers(1, count - 1))
-    rows = [draw(st.lists(kind, min_size=count, max_size=count, unique=True)) for kind in (NAMES, ADDRESSES, PORTS)]
+    rows = [draw(st.lists(kind, min_size=count, max_size=count, unique=True)) for kind in (NAMES, addresses, PORTS)]
     hosts = list(zip(*rows, strict=True))
     return Cluster(
         tuple(Worker(*host, draw(PORTS)) for host in hosts[:workers]),
@@ -45,4 +49,5 @@ def clusters(draw: st.DrawFn) -> Cluster:
         draw(st.integers(1, 63)),
         draw(COMMANDS),
         Switch(draw(PORTS | st.just("")), draw(PREFIXES), draw(SONICS)),
+        multicast,
     )

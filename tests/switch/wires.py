@@ -53,21 +53,10 @@ class Wires:
         return json.loads(self.run("nft", "-n", "-j", "list", "ruleset"))
 
     def socket(self, host: str) -> socket.socket:
-        """A packet socket on a host's end. Made in a thread, since a thread enters a namespace alone."""
-        made: list[socket.socket] = []
-
-        def make() -> None:
-            with open(f"/run/netns/{self.name}") as namespace:
-                assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) == 0
-            opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003))
-            opened.bind((f"{host}-far", 0))
-            opened.settimeout(PATIENCE_S)
-            made.append(opened)
-
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        return made[0]
+        """A packet socket on a host's end."""
+        opened = socket_in(self.name, socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003))
+        opened.bind((f"{host}-far", 0))
+        return opened
 
     def exchange(self, frames: list[tuple[str, bytes]]) -> dict[str, list[bytes]]:
         """Send frames from hosts, and return what arrived at each host, up to a last frame that is flooded to all.
@@ -88,6 +77,22 @@ class Wires:
         finally:
             for opened in sockets.values():
                 opened.close()
+
+
+def socket_in(namespace: str, *kind: int) -> socket.socket:
+    """A socket of another network namespace. Made in a thread, since a thread enters a namespace alone."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        with open(f"/run/netns/{namespace}") as there:
+            assert ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET) == 0
+        made.append(socket.socket(*kind))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    made[0].settimeout(PATIENCE_S)
+    return made[0]
 
 
 def frame(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import subprocess
@@ -16,21 +17,38 @@ from xxhash import xxh3_64_intdigest
 
 from checkmate.tensors import bytes_of
 from checkmate.trainer.collective import UNLABELLED, Collective, Label, Operation, Peer
+from checkmate.trainer.gather import Gather, Member
 from checkmate.trainer.peers import _connect, tagged_distance
 from checkmate.trainer.shards import NO_BLOCK, Place, Plan
+from checkmate.transport.group import enlarge, join, sender
+from checkmate.wire.datagrams import GROUP_PORT, group_of
 from checkmate.wire.frames import HEADER_BYTES, Header, decode_header
 from checkmate.wire.seal import TRAILER_BYTES, Seal
 
 SEED = random.SystemRandom().randrange(2**32)
 SECRET = bytes(range(16))
+NUMBERS = itertools.count()
 TAKES_S = 60.0
 
 Make = Callable[..., list[Collective]]
 
 
-@pytest.fixture
-def make() -> Iterator[Make]:
+def gathers(world: int, timeout_s: float, hosts: list[str]) -> list[Gather]:
+    """All ranks in one group, which is of this test alone; as `join_group` makes them."""
+    group = group_of("239.77.8.0/24", f"{SEED} {next(NUMBERS)}")
+    sockets = [(join(group, GROUP_PORT, "127.0.0.1"), sender("127.0.0.1", 1)) for _ in hosts]
+    rooms = [min(map(enlarge, pair)) for pair in sockets]
+    members = [Member(pair[1].getsockname(), 16436, room) for pair, room in zip(sockets, rooms, strict=True)]
+    session = random.Random(SEED).getrandbits(64)
+    made = [Gather(rank, members, session, (group, GROUP_PORT), *sockets[rank], timeout_s) for rank in range(world)]
+    assert [gather.probe() for gather in made] == [[]] * world
+    return made
+
+
+@pytest.fixture(params=["mirror", "multicast"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """All ranks of a collective, connected over loopback."""
+    multicast = request.param == "multicast"
     print(f"seed {SEED}")
     made: list[Collective] = []
 
@@ -43,7 +61,8 @@ def make() -> Iterator[Make]:
         peers: list[list[Peer | None]] = [[] for _ in range(world)]
 
         def connect(rank: int) -> None:
-            peers[rank], _ = _connect(rank, addresses, SECRET, listeners[rank], 43, time.monotonic() + 30)
+            dscp = None if multicast else 43
+            peers[rank], _ = _connect(rank, addresses, SECRET, listeners[rank], dscp, time.monotonic() + 30)
             listeners[rank].close()
 
         threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world)]
@@ -51,7 +70,8 @@ def make() -> Iterator[Make]:
             thread.start()
         for thread in threads:
             thread.join()
-        made.extend(ranks := [Collective(r, peers[r], timeout_s, seal) for r in range(world)])
+        gather = gathers(world, timeout_s, hosts) if multicast else [None] * world
+        made.extend(ranks := [Collective(r, peers[r], timeout_s, seal, None, gather[r]) for r in range(world)])
         return ranks
 
     yield collectives
@@ -89,6 +109,9 @@ def values_of(world: int, count: int, dtype: torch.dtype, seed: int) -> list[tor
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world)]
 
+
+#: What is about tagged connections.
+tagged = pytest.mark.parametrize("make", ["mirror"], indirect=True)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -147,6 +170,7 @@ def test_half_precision_does_not_overflow_in_the_sum(make: Make) -> None:
         assert torch.equal(done(operation), torch.full((100,), 40_000.0, dtype=torch.float16))
 
 
+@tagged
 @pytest.mark.parametrize(("world", "per_host"), [(2, 1), (4, 2), (8, 2), (8, 4), (16, 8), (6, 4), (5, 2)])
 def test_tagged_connections_go_to_another_host_from_as_many_ranks_as_can_be(
     make: Make, world: int, per_host: int
@@ -167,6 +191,7 @@ def test_on_one_host_the_tagged_connection_goes_to_the_next_rank() -> None:
     assert [tagged_distance(["a"] * world) for world in range(2, 17)] == [1] * 15
 
 
+@tagged
 @pytest.mark.parametrize("sealed", [False, True])
 def test_tagged_connections_carry_each_byte_of_each_block_once(make: Make, sealed: bool) -> None:
     """Read from the peers' sockets, as a switch would see them: rank 0's tagged connection ends in this test."""

@@ -1,4 +1,4 @@
-"""``checkmate doctor``: does every copy arrive, once?"""
+"""``checkmate doctor``: does every copy arrive, once? Where gradients go by multicast: every datagram?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ..doctor import multicast_hosts, multicast_judge
 from ..doctor.hosts import REACH_S, observe
 from ..doctor.judge import FAILED, OK, UNKNOWN, Line, judge
 from ..switch import cluster as description
@@ -29,10 +30,14 @@ def doctor(
 ) -> None:
     """Send marked packets from each worker, and say link by link whether the shadows see them once, and what is wrong.
 
-    Runs `checkmate.doctor.probe` on each host by the description's `exec`. Exit 1 if anything failed.
+    If gradients go by multicast: datagrams to a group that everyone joins. Runs a probe on each host by the
+    description's `exec`. Exit 1 if anything failed.
     """
     asked = description.load(cluster)
-    lines = judge(asked, observe(asked, python, timeout), str(cluster))
+    if asked.multicast is None:
+        lines = judge(asked, observe(asked, python, timeout), str(cluster))
+    else:
+        lines = multicast_judge.judge(asked, multicast_hosts.observe(asked, python, timeout), str(cluster))
     failed = sum(line.verdict == FAILED for line in lines)
     if as_json:
         print(json.dumps({"ok": not failed, "lines": [asdict(line) for line in lines]}))

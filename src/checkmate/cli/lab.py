@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..lab import Lab, Shape, cluster, job, network
-from ..switch import nft
+from ..switch import nft, snooping
 from ..switch.rules import Rule
 from .status import AsJson
 
@@ -42,15 +42,24 @@ Rate = Annotated[str | None, typer.Option(metavar="RATE", help="Limit of each li
 Rules = Annotated[
     bool | None, typer.Option("--rules/--no-rules", help="Whether the switch mirrors.", show_default=False)
 ]
+Multicast = Annotated[
+    bool | None,
+    typer.Option(
+        "--multicast/--no-multicast",
+        help="The switch mirrors nothing; it sends multicast groups to the hosts that have joined them.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
 def up(
     workers: Workers = None, shadows: Shadows = None, mtu: Mtu = None, offloads: Offloads = None, rate: Rate = None,
-    rules: Rules = None, as_json: AsJson = False,
+    rules: Rules = None, multicast: Multicast = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Build a lab that stays. Leftovers of one that was killed are removed first; one that is as asked for, stays."""
-    lab = Lab(**_given(workers=workers, shadows=shadows, mtu=mtu, offloads=offloads, rate=rate, rules=rules))
+    given = {"workers": workers, "shadows": shadows, "mtu": mtu, "offloads": offloads, "rate": rate}
+    lab = Lab(**_given(**given, rules=rules, multicast=multicast))
     built = cluster.up(lab)
     if as_json:
         print(json.dumps({"built": built, **_facts(lab)}))
@@ -99,6 +108,8 @@ def status(as_json: AsJson = False) -> None:
     console.print(links_table(facts["links"]))
     for rule in facts["rules"]:
         print(f"{rule['text']}: {rule['packets']:,} packets, {rule['bytes']:,} bytes so far")
+    for group, ports in facts["groups"].items():
+        print(f"multicast group {group} goes to {', '.join(ports)}")
     if not facts["rules"]:
         print("the switch mirrors nothing")
 
@@ -107,7 +118,7 @@ def status(as_json: AsJson = False) -> None:
 def run(
     command: Annotated[list[str], typer.Argument(help="What every worker runs; after --.", metavar="-- COMMAND …")],
     workers: Workers = None, shadows: Shadows = None, mtu: Mtu = None, offloads: Offloads = None, rate: Rate = None,
-    rules: Rules = None,
+    rules: Rules = None, multicast: Multicast = None,
     loss: Annotated[
         float, typer.Option(min=0, max=100, metavar="PERCENT", help="Packets that get lost on the way to the shadows.")
     ] = 0.0,
@@ -115,8 +126,8 @@ def run(
 ) -> None:  # fmt: skip
     """Run a command on every worker, beside a shadow on every shadow host; then show what went over each link.
 
-    It finds RANK, WORLD_SIZE, MASTER_ADDR and the like, as under torchrun, and CHECKMATE_SHADOW, the address for
-    attach(shadow=…, tap="mirror"). Uses the lab that is up, or one of its own. The first worker that fails ends the
+    It finds RANK, WORLD_SIZE, MASTER_ADDR and the like, as under torchrun, and CHECKMATE_SHADOW and CHECKMATE_TAP, for
+    attach(shadow=…, tap=…). Uses the lab that is up, or one of its own. The first worker that fails ends the
     others, and its exit code is ours.
     """
     output = sys.stderr if as_json else sys.stdout
@@ -125,9 +136,13 @@ def run(
         output.write(f"[{host}] {line}\n")
         output.flush()
 
-    given = {"workers": workers, "shadows": shadows, "mtu": mtu, "offloads": offloads, "rate": rate, "rules": rules}
+    given = {"workers": workers, "shadows": shadows, "mtu": mtu, "offloads": offloads, "rate": rate}
     try:
-        with cluster.borrowed(**given) as lab, job.lossy(lab, loss), job.shadows(lab, emit) as addresses:
+        with (
+            cluster.borrowed(**given, rules=rules, multicast=multicast) as lab,
+            job.lossy(lab, loss),
+            job.shadows(lab, emit) as addresses,
+        ):
             before, began = lab.counters(), time.monotonic()
             ended = job.run(lab, command, emit, addresses)
             seconds, links = time.monotonic() - began, job.difference(before, lab.counters())
@@ -171,6 +186,7 @@ def _facts(lab: Lab) -> dict[str, Any]:
             }
             for rule in rules
         ],
+        "groups": snooping.read(lab.cluster).groups,
     }
 
 

@@ -43,6 +43,10 @@ def shadow(
         str | None,
         typer.Option(metavar="INTERFACE", help="Where the network copies gradients to this shadow (tap='mirror')."),
     ] = None,
+    multicast: Annotated[
+        str | None,
+        typer.Option(metavar="INTERFACE", help="Where the workers multicast gradients (tap='multicast')."),
+    ] = None,
 ) -> None:
     """Receive every step of the runs that connect, apply it, and so be their checkpoint."""
     token = read_token(token_file)
@@ -56,7 +60,7 @@ def shadow(
         listener = open_listener(address)
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from None
-    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture)
+    daemon = Daemon(Limits(memory_limit, threads, tuple(allow or ()), expire), token, capture, multicast)
 
     bound = Address(*listener.getsockname()[:2])
     print(f"checkmate shadow listening on {bound}", flush=True)

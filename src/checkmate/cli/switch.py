@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
@@ -16,13 +17,14 @@ from rich.table import Table
 
 from ..errors import CheckmateError, UsageError
 from ..switch import cluster as description
-from ..switch import nft, sonic
-from ..switch.cluster import Cluster
+from ..switch import nft, snooping, sonic
+from ..switch.cluster import Cluster, Multicast
 from ..switch.rules import Operation, plan, rules
 from .status import AsJson
 
 app = typer.Typer(
-    help="The rules by which a switch replicates gradients to the shadows: show them, apply them, remove them.",
+    help="What makes a switch replicate gradients: show it, apply it, remove it. That is rules that mirror them to the "
+    "shadows or, where the cluster's description has \\[multicast], IGMP snooping.",
     no_args_is_help=True,
 )
 
@@ -59,11 +61,14 @@ def show(
     """
     _options(target, config_db)
     asked = description.load(cluster)
+    groups: dict[str, Any] = {}
     if target is Target.nft:
-        found = nft.read(asked)
-        operations = plan(found.state, nft.desired(asked))
+        found, heard = nft.read(asked), snooping.read(asked)
+        operations = (*plan(found.state, nft.desired(asked)), *plan(heard.state, snooping.desired(asked)))
         lacking = nft.missing(asked, [port for rule in rules(asked) for port in (rule.port, *rule.copies)])
         rows = _nft_rows(asked, found)
+        if asked.multicast is not None:
+            groups = {"groups": heard.groups, "routers": heard.routers, "settings": heard.state}
     else:
         desired, config = sonic.desired(asked), _config(config_db)
         operations = () if config is None else plan(sonic.read(config), desired)
@@ -73,9 +78,12 @@ def show(
     compared = target is Target.nft or config_db is not None
     if as_json:
         facts = {"compared": compared, "as_desired": compared and not (operations or lacking), "rules": rows}
-        _print_json(target, operations, **facts, problems=lacking)
+        _print_json(target, operations, **facts, **groups, problems=lacking)
     else:
-        _show_rows(rows)
+        if asked.multicast is None:
+            _show_rows(rows)
+        else:
+            _show_groups(asked.multicast, heard)
         _print_operations(operations, "differs: apply would")
         for sentence in lacking:
             print(sentence)
@@ -98,14 +106,16 @@ def apply(
 ) -> None:
     """Make the switch replicate what the cluster asks for; what is as it should be stays untouched, with its counters.
 
-    nft: all changes in one transaction, whole or not at all.
+    nft: all changes in one transaction, whole or not at all. With \\[multicast] the bridge is made to snoop on IGMP and
+    to be a querier; rules of ours, which then nobody wants, are removed.
 
     sonic: prints JSON for `config load`, which only adds; given --config-db, the differences for `config apply-patch`.
     """
     _options(target, config_db, output)
     asked = description.load(cluster)
     if target is Target.nft:
-        _change_nft(asked, plan(nft.read(asked).state, nft.desired(asked)), dry_run, as_json)
+        settings = plan(snooping.read(asked).state, snooping.desired(asked))
+        _change_nft(asked, plan(nft.read(asked).state, nft.desired(asked)), settings, dry_run, as_json)
         return
     desired, config = sonic.desired(asked), _config(config_db)
     operations = plan(sonic.read(config or {}), desired)
@@ -129,14 +139,15 @@ def remove(
 ) -> None:
     """Take away everything that `apply` made, and nothing else.
 
-    nft: the whole table `netdev checkmate`, whatever the description says now.
+    nft: the whole table `netdev checkmate`, whatever the description says now. A bridge that snoops on IGMP goes on:
+    others may rely on it. If not: ip link set dev BRIDGE type bridge mcast_querier 0
 
     sonic: prints a JSON patch for `config apply-patch`. Give --config-db: SONiC refuses what leaves an empty table.
     """
     _options(target, config_db, output)
     asked = description.load(cluster)
     if target is Target.nft:
-        _change_nft(asked, plan(nft.read(asked).state, {}), dry_run, as_json)
+        _change_nft(asked, plan(nft.read(asked).state, {}), (), dry_run, as_json)
         return
     config = _config(config_db)
     operations = plan(sonic.desired(asked) if config is None else sonic.read(config), {})
@@ -159,15 +170,22 @@ def _config(path: Path | None) -> sonic.Config | None:
         raise UsageError(f"{path}: not JSON: {error}") from None
 
 
-def _change_nft(asked: Cluster, operations: Sequence[Operation], dry_run: bool, as_json: bool) -> None:
+def _change_nft(
+    asked: Cluster, operations: Sequence[Operation], settings: Sequence[Operation], dry_run: bool, as_json: bool
+) -> None:
+    """Carry out a plan for the rules and one for the bridge."""
     if not dry_run:
+        snooping.apply(asked, settings)
         nft.apply(asked, operations)
+    both, commands = (*settings, *operations), [shlex.join(command) for command in snooping.commands(settings)]
+    script = nft.script(operations)
     if as_json:
-        _print_json(Target.nft, operations, applied=not dry_run, script=nft.script(operations))
+        _print_json(Target.nft, both, applied=not dry_run, script=script, commands=commands)
     else:
-        _print_operations(operations, "would" if dry_run else "done:")
-        print(f"\n{nft.script(operations)}" if dry_run and operations else "", end="")
-        print("" if operations else "nothing to do\n", end="")
+        _print_operations(both, "would" if dry_run else "done:")
+        if dry_run and both:
+            print("", *commands, script, sep="\n", end="")
+        print("" if both else "nothing to do\n", end="")
     if dry_run:
         nft.check(asked, operations)
 
@@ -228,3 +246,14 @@ def _show_rows(rows: list[dict[str, Any]]) -> None:
             counted = (f"{row['packets']:,}", f"{row['bytes']:,}")
             table.add_row(row["port"], f"DSCP {row['dscp']}", copies, there, *counted)
     Console(highlight=False, soft_wrap=True, markup=False).print(table)
+
+
+def _show_groups(multicast: Multicast, found: snooping.Found) -> None:
+    for name, value in found.state.items():
+        print(f"{name} is {'on' if value == 1 else 'off'}")
+    for group, ports in found.groups.items():
+        print(f"group {group} goes to {', '.join(ports)}")
+    if not found.groups:
+        print(f"no host has joined a group in {multicast.groups}")
+    if found.routers:
+        print(f"every group goes to {', '.join(found.routers)}, where a multicast router was heard")

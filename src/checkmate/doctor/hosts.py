@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckmateError
@@ -32,6 +32,10 @@ ANSWER_S = 30.0
 #: For the last copies to arrive.
 SETTLE_S = 0.3
 ENDING_S = 2.0
+
+
+def everyone(cluster: Cluster) -> list[Worker | Shadow]:
+    return [*cluster.workers, *cluster.shadows]
 
 
 def prefix(cluster: Cluster, host: Worker | Shadow) -> list[str]:
@@ -117,17 +121,29 @@ class Remote:
             self._process.stdout.close()
 
 
-def observe(cluster: Cluster, python: str = sys.executable, reach_s: float = REACH_S) -> Observations:
-    """Examine a cluster: send packets with a cookie from each worker to the next, and gather what all hosts saw."""
-    everyone: list[Worker | Shadow] = [*cluster.workers, *cluster.shadows]
+@contextlib.contextmanager
+def start(cluster: Cluster, module: str, python: str, silent: dict[str, str]) -> Iterator[dict[str, Remote]]:
+    """Probes on all hosts, by name, for as long as they are needed. Who has none is in `silent`, which says why."""
     remotes: dict[str, Remote] = {}
-    silent: dict[str, str] = {}
     try:
-        for host in everyone:
+        for host in everyone(cluster):
             try:
-                remotes[host.name] = Remote([*prefix(cluster, host), python, "-m", "checkmate.doctor.probe"])
+                remotes[host.name] = Remote([*prefix(cluster, host), python, "-m", module])
             except NoAnswer as error:
                 silent[host.name] = str(error)
+        yield remotes
+    finally:
+        for remote in remotes.values():  # all at the same time
+            remote.hang_up()
+        deadline = time.monotonic() + ENDING_S
+        for remote in remotes.values():
+            remote.close(deadline)
+
+
+def observe(cluster: Cluster, python: str = sys.executable, reach_s: float = REACH_S) -> Observations:
+    """Examine a cluster: send packets with a cookie from each worker to the next, and gather what all hosts saw."""
+    silent: dict[str, str] = {}
+    with start(cluster, "checkmate.doctor.probe", python, silent) as remotes:
         asked = {
             host.name: {
                 "do": "begin",
@@ -135,10 +151,10 @@ def observe(cluster: Cluster, python: str = sys.executable, reach_s: float = REA
                 "interface": host.interface,
                 "address": host.address,
             }
-            for host in everyone
+            for host in everyone(cluster)
         }
-        begun = _all(remotes, asked, silent, reach_s)
-        facts = {name: _facts(answer) for name, answer in begun.items()}
+        begun = ask_all(remotes, asked, silent, reach_s)
+        facts = {name: facts_of(answer) for name, answer in begun.items()}
         senders = [worker for worker in cluster.workers if "port" in begun.get(worker.name, {})]
         cookies = {worker.name: secrets.token_hex(COOKIE_BYTES) for worker in senders}
         following = dict(zip(senders, [*senders[1:], *senders[:1]], strict=True)) if len(senders) > 1 else {}
@@ -152,15 +168,9 @@ def observe(cluster: Cluster, python: str = sys.executable, reach_s: float = REA
             }
             for worker, target in following.items()
         }
-        sent = _all(remotes, orders, silent, ANSWER_S)
+        sent = ask_all(remotes, orders, silent, ANSWER_S)
         time.sleep(SETTLE_S)
-        ended = _all(remotes, {name: {"do": "end"} for name in begun}, silent, ANSWER_S)
-    finally:
-        for remote in remotes.values():  # all at the same time
-            remote.hang_up()
-        deadline = time.monotonic() + ENDING_S
-        for remote in remotes.values():
-            remote.close(deadline)
+        ended = ask_all(remotes, {name: {"do": "end"} for name in begun}, silent, ANSWER_S)
     owner = {cookie: name for name, cookie in cookies.items()}
     probes = {
         worker.name: _probe(worker.name, target.name, sent[worker.name], ended.get(target.name, {}), cookies)
@@ -175,7 +185,7 @@ def observe(cluster: Cluster, python: str = sys.executable, reach_s: float = REA
     return Observations(silent, facts, probes, sightings, read_rules(cluster), python)
 
 
-def _all(
+def ask_all(
     remotes: Mapping[str, Remote], requests: Mapping[str, Mapping[str, Any]], silent: dict[str, str], timeout_s: float
 ) -> dict[str, dict[str, Any]]:
     """Ask several hosts at the same time. Who does not answer is not among the answers, but in `silent`."""
@@ -192,7 +202,7 @@ def _all(
     return answers
 
 
-def _facts(answer: Mapping[str, Any]) -> Facts:
+def facts_of(answer: Mapping[str, Any]) -> Facts:
     buffers = {name: answer[name] for name in ("rmem_max", "wmem_max") if answer[name] is not None}
     return Facts(
         mtu=answer["mtu"],

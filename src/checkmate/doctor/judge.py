@@ -44,7 +44,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host says of itself. `trouble`, if it cannot take part: interface, privilege, address, other."""
+    """What a host says of itself. `trouble`, if it cannot take part: interface, privilege, address, other;
+    with multicast also memberships, port."""
 
     mtu: int | None  # of the interface; None if it is not there
     up: bool = True
@@ -98,14 +99,16 @@ class Observations:
 
     silent: Mapping[str, str]
     facts: Mapping[str, Facts]
-    probes: Mapping[str, Probe]
-    sightings: Mapping[str, Sightings]
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+    sightings: Mapping[str, Sightings] = field(default_factory=dict)
     rules: Rules = Rules()
     python: str = "python"
 
 
 @dataclass(frozen=True)
-class _Judge:
+class HostJudge:
+    """What is said of each host, however gradients travel."""
+
     cluster: Cluster
     found: Observations
     file: str
@@ -117,6 +120,10 @@ class _Judge:
         """A command, as it is typed here to run on the host."""
         before = [word.format(name=host.name, address=host.address) for word in shlex.split(self.cluster.exec)]
         return f"{shlex.join(before)} {command}".strip()
+
+    @property
+    def everyone(self) -> list[Worker | Shadow]:
+        return [*self.cluster.workers, *self.cluster.shadows]
 
     @property
     def sonic(self) -> bool:
@@ -131,22 +138,7 @@ class _Judge:
         target = " --target sonic" if self.sonic else ""
         return f"checkmate switch apply{target} --cluster {shlex.quote(self.file)}"
 
-    @property
-    def rules_differ(self) -> bool:
-        return bool(self.found.rules.differences or self.found.rules.lacking)
-
     # ------------------------------------------------------------ lines
-
-    def lines(self) -> Iterator[Line]:
-        everyone: list[Worker | Shadow] = [*self.cluster.workers, *self.cluster.shadows]
-        for host in everyone:
-            yield from self.host(host)
-        yield from self.switch()
-        for worker in self.cluster.workers:
-            yield from self.path(worker)
-        for worker in self.cluster.workers:
-            for shadow in self.cluster.shadows:
-                yield from self.link(worker, shadow)
 
     def host(self, host: Worker | Shadow) -> Iterator[Line]:
         if why := self.found.silent.get(host.name):
@@ -208,17 +200,34 @@ class _Judge:
             yield Line(host.name, "buffers", UNKNOWN, "limits of socket buffers cannot be read here")
         low = {name: size for name, size in facts.buffers.items() if size < self.least_buffer_bytes}
         for name, size in low.items():
-            command = f"sysctl -w net.core.{name}={self.least_buffer_bytes}"
-            outside = name in facts.foreign_buffers
-            remedy = (
-                f"{command} (on the machine, outside of its network namespaces)" if outside else self.on(host, command)
-            )
             # No failure: the kernel sizes what TCP connections have by itself. It bounds whoever asks for more.
             text = f"net.core.{name} is {size:,} bytes, which bounds a capture without CAP_NET_ADMIN"
-            yield Line(host.name, "buffers", OK, text, remedy)
+            yield Line(host.name, "buffers", OK, text, self.raise_limit(host, facts, name))
         if facts.buffers and not low:
             sizes = ", ".join(f"net.core.{name} {size:,}" for name, size in facts.buffers.items())
             yield Line(host.name, "buffers", OK, sizes)
+
+    def raise_limit(self, host: Worker | Shadow, facts: Facts, name: str) -> str:
+        command = f"sysctl -w net.core.{name}={self.least_buffer_bytes}"
+        outside = name in facts.foreign_buffers
+        return f"{command} (on the machine, outside of its network namespaces)" if outside else self.on(host, command)
+
+
+@dataclass(frozen=True)
+class _Judge(HostJudge):
+    @property
+    def rules_differ(self) -> bool:
+        return bool(self.found.rules.differences or self.found.rules.lacking)
+
+    def lines(self) -> Iterator[Line]:
+        for host in self.everyone:
+            yield from self.host(host)
+        yield from self.switch()
+        for worker in self.cluster.workers:
+            yield from self.path(worker)
+        for worker in self.cluster.workers:
+            for shadow in self.cluster.shadows:
+                yield from self.link(worker, shadow)
 
     def switch(self) -> Iterator[Line]:
         rules = self.found.rules

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ..transport.tcp import mark
@@ -180,12 +181,15 @@ class Shadow:
                 length = self._socket.recv_into(buffer)
             except OSError:  # nothing came, or the interface is down
                 continue
-            segment = parse(buffer, length)
-            if segment is not None:
-                _, dscp, _, _, payload = segment
-                for match in FOUND.finditer(payload):
-                    if match[2][0] < len(KINDS):
-                        self._seen[match[1].hex(), KINDS[match[2][0]], match[3][0], dscp] += 1
+            dscp, payload = self._content(buffer, length)
+            for match in FOUND.finditer(payload):
+                if match[2][0] < len(KINDS):
+                    self._seen[match[1].hex(), KINDS[match[2][0]], match[3][0], dscp] += 1
+
+    def _content(self, packet: memoryview, length: int) -> tuple[int, memoryview]:
+        """DSCP and payload of what counts here."""
+        segment = parse(packet, length)
+        return (segment[1], segment[4]) if segment is not None else (0, packet[:0])
 
     def end(self) -> dict[str, Any]:
         self._stopped = True
@@ -228,15 +232,16 @@ def begin(role: str, interface: str, address: str) -> tuple[Worker | Shadow | No
         return None, answer | {"trouble": trouble, "said": error.strerror or str(error)}
 
 
-def main() -> None:
+def serve(begin: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
+    """Do what is asked, line by line, with what `begin` makes: something that can `end`, and perhaps `send`."""
     signal.alarm(LIFE_S)
-    host: Worker | Shadow | None = None
+    host: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("do")
         if what == "begin":
             host, answer = begin(**request)
-        elif what == "send" and isinstance(host, Worker):
+        elif what == "send" and hasattr(host, "send"):
             try:
                 answer = host.send(**request)
             except OSError as error:
@@ -249,4 +254,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(begin)

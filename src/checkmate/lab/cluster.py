@@ -39,9 +39,11 @@ class Lab:
         mtu: int = 1500,
         rate: str | None = None,
         offloads: bool = True,
-        rules: bool = True,
+        rules: bool | None = None,
+        multicast: bool = False,
     ) -> None:
-        self.shape = Shape(workers, shadows, mtu, rate, offloads, rules)
+        rules = not multicast if rules is None else rules
+        self.shape = Shape(workers, shadows, mtu, rate, offloads, rules, multicast)
         self.cluster = plan.cluster(self.shape)
         self.cluster_file = STATE / CLUSTER  #: there while the lab is
         self.hosts = {host.name: host for host in plan.hosts(self.shape)}

@@ -92,10 +92,16 @@ class Commands:
                     self._emit(host, line.decode(errors="replace").rstrip("\r\n"))
 
 
+def tap(lab: Lab) -> str:
+    """How gradients reach the shadows of this lab, for ``attach(tap=)``."""
+    return "multicast" if lab.shape.multicast else "mirror"
+
+
 def environment(lab: Lab, rank: int, shadows: Sequence[str]) -> dict[str, str]:
     """What a command on the worker of this rank finds in its environment, besides our own.
 
-    CHECKMATE_SHADOW is the first shadow's address, for ``attach(shadow=)``; there is none without a shadow.
+    CHECKMATE_SHADOW is the first shadow's address, for ``attach(shadow=)``, and CHECKMATE_TAP goes with it; there are
+    none without a shadow.
     """
     return {
         "RANK": str(rank),
@@ -107,13 +113,13 @@ def environment(lab: Lab, rank: int, shadows: Sequence[str]) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": DATA[0],
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # all hosts share these cores
         "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),  # lines come as they are printed
-        **({"CHECKMATE_SHADOW": shadows[0]} if shadows else {}),
+        **({"CHECKMATE_SHADOW": shadows[0], "CHECKMATE_TAP": tap(lab)} if shadows else {}),
     }
 
 
 @contextmanager
 def shadows(lab: Lab, emit: Emit) -> Iterator[list[str]]:
-    """An empty shadow on each shadow host, listening on the management network, capturing on the other.
+    """An empty shadow on each shadow host, listening on the management network; what is copied comes on the other.
 
     Yields their addresses. Raises LabError if one does not listen.
     """
@@ -127,7 +133,8 @@ def shadows(lab: Lab, emit: Emit) -> Iterator[list[str]]:
     addresses = [f"{host.management}:{CONTROL_PORT}" for host in lab.shadows]
     with Commands(lab, watch) as started:
         for host, address in zip(lab.shadows, addresses, strict=True):
-            shadow = ["-m", "checkmate", "shadow", "--listen", address, "--capture", DATA[0]]
+            source = "--multicast" if lab.shape.multicast else "--capture"
+            shadow = ["-m", "checkmate", "shadow", "--listen", address, source, DATA[0]]
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
             started.start(host.name, [sys.executable, *shadow], threads)
         deadline = time.monotonic() + LISTENING_S

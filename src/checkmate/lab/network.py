@@ -126,7 +126,8 @@ def drop(host: Host, percent: float) -> None:
     text = f"{table}\ndelete {table}\n"
     if share := round(percent / 100 * PARTS):
         chain = f'type filter hook egress device "{host.name}" priority 0; policy accept;'
-        text += f"{table} {{\n chain out {{\n {chain}\n numgen random mod {PARTS} < {share} counter drop\n }}\n}}\n"
+        some = f"numgen random mod {PARTS} < {share} " if share < PARTS else ""
+        text += f"{table} {{\n chain out {{\n {chain}\n {some}counter drop\n }}\n}}\n"
     run(Command((*plan.within(plan.SWITCH), "nft", "-f", "-"), text))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from ..errors import UsageError
-from ..switch.cluster import DSCP, Cluster, Shadow, Switch, Worker
+from ..switch.cluster import DSCP, Cluster, Multicast, Shadow, Switch, Worker
 
 PREFIX = "cm-"
 SWITCH = PREFIX + "switch"
@@ -39,6 +39,7 @@ class Shape:
     rate: str | None = None  # of each link, in each direction: "1gbit"
     offloads: bool = True  # False: every packet on the wire has at most the MTU, with its checksum filled in
     rules: bool = True  # the switch mirrors what is marked
+    multicast: bool = False  # gradients go by multicast, to whom the switch has heard join
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MOST_WORKERS:
@@ -49,12 +50,16 @@ class Shape:
             raise UsageError(f"MTU {self.mtu}; it must be 576 to 65535")
         if self.rate is not None and bytes_per_s(self.rate) < 1000:
             raise UsageError(f"rate {self.rate!r} is too low; write, for example, 1gbit")
+        if self.rules and self.multicast:
+            raise UsageError("a lab with multicast mirrors nothing: no rules")
 
     def __str__(self) -> str:
         rate = f", {self.rate} per link" if self.rate else ""
         offloads, rules = (
             "" if on else f", no {what}" for on, what in ((self.offloads, "offloads"), (self.rules, "rules"))
         )
+        if self.multicast:
+            rules = ", multicast"
         workers, shadows = (
             f"{count} {noun}{'' if count == 1 else 's'}"
             for count, noun in ((self.workers, "worker"), (self.shadows, "shadow"))
@@ -118,6 +123,7 @@ def cluster(shape: Shape) -> Cluster:
         DSCP,
         f"ip netns exec {PREFIX}{{name}}",
         Switch(DATA[2], f"ip netns exec {SWITCH}"),
+        Multicast() if shape.multicast else None,
     )
 
 
@@ -135,6 +141,8 @@ def commands(shape: Shape) -> Iterator[Command]:
     yield Command(("bridge", "-n", SWITCH, "-batch", "-"), _lines(_forwarding(shape)))
     for host in everyone:
         yield Command(("ip", "-n", host.namespace, "-batch", "-"), _lines(_interfaces(host, everyone)))
+        if shape.multicast:
+            yield Command(("ip", "-n", host.namespace, "route", "add", "224.0.0.0/4", "dev", DATA[0]))
     if not shape.offloads:
         for host in everyone:
             yield Command((*within(host.namespace), "ethtool", "-K", DATA[0], *OFFLOADS))
@@ -154,6 +162,14 @@ NO_IPV6 = "for f in all default; do f=/proc/sys/net/ipv6/conf/$f/disable_ipv6; [
 IN_ORDER = (
     "n=$(nproc); [ $n -lt 32 ] || n=31; mask=$(printf %x $(((1 << n) - 1))); "
     "for f in /sys/class/net/*/queues/rx-*/rps_cpus; do [ ! -e $f ] || echo $mask >$f; done"
+)
+#: A group goes to the ports whose host has joined it, as soon as that is heard. In this order: a new querier waits for
+#: as long as hosts may take to answer, until when no group goes anywhere; here it does not wait. Then they have 0.1 s
+#: (all is in 1/100 s). It asks often, because `Lab.drop` loses questions too; who is silent for 260 s is forgotten.
+SNOOPING = (
+    "mcast_query_response_interval 0",
+    "mcast_snooping 1 mcast_querier 1",
+    "mcast_query_response_interval 10 mcast_query_interval 1000",
 )
 OFFLOADS = ("tx", "off", "sg", "off", "tso", "off", "gso", "off", "gro", "off")
 
@@ -192,13 +208,17 @@ def _cables(shape: Shape) -> Iterator[str]:
 
 
 def _bridges(shape: Shape) -> Iterator[str]:
-    """Nothing is learned and nothing flooded: a port sees what is addressed to its host, and what is mirrored to it."""
+    """Nothing is learned and nothing flooded: a port sees what is addressed to its host, or a group that it has joined,
+    and what is mirrored to it."""
     for *_, bridge, _ in (DATA, MGMT):
         yield f"link add {bridge} type bridge stp_state 0 mcast_snooping 0"
     for host in hosts(shape):
         for _, port, bridge, _ in host.links:
             yield f"link set {port} master {bridge} up"
             yield f"link set {port} type bridge_slave learning off flood off mcast_flood off bcast_flood off"
+    if shape.multicast:
+        yield from (f"link set {DATA[2]} type bridge {words}" for words in SNOOPING)
+        yield from (f"link set {host.name} type bridge_slave mcast_fast_leave on" for host in hosts(shape))
     for *_, bridge, _ in (DATA, MGMT):
         yield f"link set {bridge} up"
 

@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..wire.bpf import Op, program
+from ..transport.group import attach_filter
+from ..wire.bpf import program
 from ..wire.frames import Header
 from ..wire.packets import FRAGMENTED, PLAIN, PLAIN_IPV4, TCP, Flow, parse
 from ..wire.reassembly import Stream, Take
@@ -56,11 +57,9 @@ _SOL_PACKET = 263
 _PACKET_ADD_MEMBERSHIP, _PACKET_STATISTICS, _PACKET_IGNORE_OUTGOING = 1, 6, 23
 _PACKET_MR_PROMISC = 1
 _ETH_P_ALL = 3
-_SO_RCVBUFFORCE, _SO_ATTACH_FILTER = 33, 26
+_SO_RCVBUFFORCE = 33
 _SIOCGIFINDEX = 0x8933
 _IFREQ = struct.Struct("16si20x")
-_OP = struct.Struct("HBBI")
-_PROGRAM = struct.Struct("HP")
 _MEMBERSHIP = struct.Struct("iHH8s")
 _TWO_COUNTS = struct.Struct("II")
 _TIMEVAL = struct.Struct("ll")
@@ -357,7 +356,7 @@ def _number_of(sock: socket.socket, interface: str) -> int:
 
 def _attach(sock: socket.socket, flows: Collection[Flow]) -> None:
     try:
-        _set_filter(sock, program(flows))
+        attach_filter(sock, program(flows))
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
@@ -365,9 +364,4 @@ def _attach(sock: socket.socket, flows: Collection[Flow]) -> None:
             "capture: net.core.optmem_max is too low for a filter of %d flows; packets are told apart here instead "
             "(`sysctl net.core.optmem_max=131072`)", len(flows)
         )  # fmt: skip
-        _set_filter(sock, program(flows, by_flow=False))
-
-
-def _set_filter(sock: socket.socket, ops: Collection[Op]) -> None:
-    code = ctypes.create_string_buffer(b"".join(_OP.pack(*op) for op in ops))
-    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM.pack(len(ops), ctypes.addressof(code)))
+        attach_filter(sock, program(flows, by_flow=False))

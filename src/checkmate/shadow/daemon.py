@@ -65,16 +65,21 @@ def release() -> str:
 class Daemon:
     """All runs of one shadow process. `serve` takes over the calling thread; `handle` serves one connection."""
 
-    def __init__(self, limits: Limits | None = None, token: bytes | None = None, capture: str | None = None) -> None:
-        """`capture` names the interface on which the network copies gradients to this shadow, if it does."""
-        self.limits = replace(limits or Limits(), captures=capture is not None)
+    def __init__(
+        self, limits: Limits | None = None, token: bytes | None = None, capture: str | None = None,
+        multicast: str | None = None,
+    ) -> None:  # fmt: skip
+        """`capture` and `multicast` name the interfaces on which gradients come by, or are multicast, if they are."""
+        self.limits = replace(limits or Limits(), captures=capture is not None, joins=multicast is not None)
         self.runs: dict[str, Run] = {}
         self._token = token
         self._lock = threading.Lock()
         self._began = time.time()
         self._listener: socket.socket | None = None
         self._stopped = False
-        self._overhearing = None if capture is None else Overhearing(capture, lambda: list(self.runs.values()), token)
+        self._overhearing: Overhearing | None = None
+        if capture is not None or multicast is not None:
+            self._overhearing = Overhearing(capture, multicast, lambda: list(self.runs.values()), token)
 
     # ------------------------------------------------------------ connections
 
@@ -301,7 +306,7 @@ class Daemon:
                     "up_s": time.time() - self._began,
                 }
                 if self._overhearing is not None:
-                    server["capture"] = self._overhearing.status()
+                    server |= self._overhearing.status()
                 return Status([run.status() for run in list(self.runs.values())], server)
             case Remove(name, force):
                 self._remove(name, force)

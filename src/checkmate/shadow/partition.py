@@ -227,7 +227,7 @@ class Partition:
         if header.kind is Kind.GRAD:
             piece = self.layout.slices[header.rank].get(header.block)
             start, stop = header.offset, header.offset + header.length
-            if self.layout.tap == "mirror":
+            if self.layout.tap != "step":
                 if stop > self.layout.blocks[header.block].nbytes:
                     raise ProtocolError(f"{header}: past the end of the block")
             elif piece is None or start < piece.offset or stop > piece.offset + piece.nbytes:

@@ -73,12 +73,12 @@ REPORTS = 5
 #: So long, and of so many gradients in a row, the network brings nothing before it is said.
 DEAF_S, DEAF_STEPS = 5.0, 3
 DEAF = (
-    f"the network has copied nothing to this shadow for {DEAF_S:.0f} s, and all of {DEAF_STEPS} steps' gradients "
+    f"the network has brought nothing to this shadow for {DEAF_S:.0f} s, and all of {DEAF_STEPS} steps' gradients "
     "and more was sent to it instead: `checkmate doctor` says which rule, mark or interface is at fault"
 )
 UNHEARD = (
-    "the shadow was started without --capture: it hears nothing of what the network copies, and with tap='mirror' all "
-    "of the gradient is sent to it besides, as with tap='step'"
+    "the shadow was started without --capture (for tap='mirror') or without --multicast (for tap='multicast'): it "
+    "hears nothing of what the network brings, and all of the gradient is sent to it besides, as with tap='step'"
 )
 
 
@@ -107,7 +107,12 @@ class Limits:
     threads: int | None = None
     allowed: tuple[str, ...] = ()
     idle_s: float | None = None  #: forget runs that nobody has trained or read for so long
-    captures: bool = False  #: copies of the ranks' packets come in through the network
+    captures: bool = False  #: copies of the ranks' packets come in through the network,
+    joins: bool = False  #: or the ranks' datagrams, by multicast
+
+    def hears(self, flow: Flow) -> bool:
+        """Whether what comes as this flow can be heard here."""
+        return self.joins if flow.multicast else self.captures
 
 
 class Run:
@@ -133,7 +138,7 @@ class Run:
         self._data: dict[int, Channel] = {}
         self._buffers = Buffers()
         # Without a capture there is nothing to wait for.
-        self._patience_s = PATIENCE_S if limits.captures else 0.0
+        self._patience_s = PATIENCE_S if limits.captures or limits.joins else 0.0
         self._repairs = Repairs(self._patience_s)
         self.overheard_bytes = self.repaired_bytes = 0
         self._deaf_bytes = 0  #: repaired since the network last brought a frame, wanted or not,
@@ -252,7 +257,7 @@ class Run:
             return
         model = sum(block.nbytes for block in spec.blocks)
         multiple = max((state_multiple(o, self.limits.allowed) for o in spec.optimizers), default=0)
-        gradients = RING_STEPS * (2 if spec.tap == "mirror" else 1)  # what was copied, and what is sent in its stead
+        gradients = RING_STEPS * (2 if spec.tap != "step" else 1)  # what was copied, and what is sent in its stead
         need = 2 * model * (1 + multiple) + gradients * model
         others = self._elsewhere()
         if others + need > self.limits.memory_bytes:
@@ -291,7 +296,7 @@ class Run:
             if self.suspects:  # asked for while this rank may have been away
                 member.send(Reanchor(self.epoch, sorted(self.suspects), "audit"))
             member.send(self._ack())
-            if message.flow is not None and not self.limits.captures:
+            if message.flow is not None and not self.limits.hears(message.flow):
                 member.send(Report("note", UNHEARD))
             return True
 
@@ -481,7 +486,7 @@ class Run:
             self._deaf_since = now
         self._deaf_bytes += header.length
         enough = DEAF_STEPS * sum(block.nbytes for block in partition.layout.blocks)
-        if self.limits.captures and self._deaf_bytes > enough and now - self._deaf_since > DEAF_S:
+        if self._patience_s and self._deaf_bytes > enough and now - self._deaf_since > DEAF_S:
             self._deaf_bytes = 0
             self._report(Report("note", DEAF))
 
@@ -492,7 +497,7 @@ class Run:
 
     def _repair(self, now: float) -> None:
         partition = self.partition
-        if partition is None or partition.layout.tap != "mirror":
+        if partition is None or partition.layout.tap == "step":
             return
         self._repairs.done(partition.received)
         for step in partition.owing():

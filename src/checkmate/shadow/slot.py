@@ -47,7 +47,7 @@ def listed_by(part: Part, layout: Layout) -> dict[Key, tuple[int, int]]:
     for number, update in enumerate(part.updates):
         if update.blocks != sorted(set(update.blocks)) or max(update.blocks, default=-1) >= len(layout.blocks):
             raise ProtocolError(f"{name}, update {number}: no ascending list of blocks: {update.blocks}")
-        if (layout.tap == "mirror") is (update.shards is None):
+        if (layout.tap != "step") is (update.shards is None):
             raise ProtocolError(f"{name}, update {number}: says nothing of its shards, or has none to speak of")
         for shard in update.shards or ():
             stop = shard.offset + shard.nbytes

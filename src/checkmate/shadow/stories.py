@@ -49,7 +49,7 @@ def disagreement(step: int, parts: Mapping[int, Part], layout: Layout) -> Tell |
 
 def uncovered(step: int, parts: Mapping[int, Part], layout: Layout) -> Tell | None:
     """With shards that parts name: is every gradient there once, from end to end?"""
-    if layout.tap != "mirror":
+    if layout.tap == "step":
         return None
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts.values():

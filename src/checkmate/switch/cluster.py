@@ -7,6 +7,9 @@
     exec = "ssh root@tor1"          # goes before the switch's commands; "" is here
     [switch.sonic]                  # only for --target sonic, see `Sonic`
     src_ip = "10.1.0.32"
+    [multicast]                     # gradients go by multicast, and nothing is mirrored
+    groups = "239.77.0.0/24"        # where the group of a run is taken from
+    ttl = 1
     [[worker]]
     name = "w0"
     address = "10.77.0.1"           # on the network that carries gradients
@@ -37,6 +40,7 @@ from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..transport.tcp import parse_address
+from ..wire.datagrams import GROUPS, group_range
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -88,6 +92,14 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class Multicast:
+    """That gradients go by multicast: then the switch mirrors nothing, and groups have to reach who has joined them."""
+
+    groups: str = GROUPS  # a range of IPv4 multicast addresses
+    ttl: int = 1
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Names, ports and addresses are unique over workers and shadows together; there is one of each at least."""
 
@@ -96,6 +108,7 @@ class Cluster:
     dscp: int = DSCP
     exec: str = ""  # may hold {name} and {address}
     switch: Switch = Switch()
+    multicast: Multicast | None = None
 
 
 def load(path: Path) -> Cluster:
@@ -125,6 +138,8 @@ def dumps(cluster: Cluster) -> str:
     """TOML that `loads` reads back as an equal description."""
     lines = [*_pairs(cluster, Cluster((), ())), *_section("[switch]", cluster.switch, Switch())]
     lines += _section("[switch.sonic]", cluster.switch.sonic, Sonic())
+    if cluster.multicast is not None:  # it says something also where it is empty
+        lines += ["", "[multicast]", *_pairs(cluster.multicast, Multicast())]
     for worker in cluster.workers:
         lines += ["", "[[worker]]", *_pairs(worker)]
     for shadow in cluster.shadows:
@@ -226,6 +241,13 @@ def _session(key: str, value: Any) -> str:
     return str(value)
 
 
+def _groups(key: str, value: Any) -> str:
+    try:
+        return str(group_range(_text(key, value)))
+    except UsageError as error:
+        raise _Bad(f"{key}: {error}") from None
+
+
 def _optional(check: Check) -> Check:
     return lambda key, value: value if value == "" else check(key, value)
 
@@ -242,10 +264,12 @@ SONIC: dict[str, Check] = {
     "queue": _number(0, 255),
 }
 SWITCH: dict[str, Check] = {"bridge": _optional(_port), "exec": _command(), "sonic": lambda _, value: value}
+MULTICAST: dict[str, Check] = {"groups": _groups, "ttl": _number(1, 255)}
 CLUSTER: dict[str, Check] = {
     "dscp": _number(1, 63),
     "exec": _command("name", "address"),
     "switch": lambda _, value: value,
+    "multicast": lambda _, value: value,
     "worker": lambda _, value: value,
     "shadow": lambda _, value: value,
 }
@@ -275,16 +299,21 @@ def _cluster(content: dict[str, Any]) -> Cluster:
     top = _table("", content, CLUSTER)
     switch = _table("switch.", top.pop("switch", {}), SWITCH)
     sonic = Sonic(**_table("switch.sonic.", switch.pop("sonic", {}), SONIC))
+    if "multicast" in top:
+        top["multicast"] = Multicast(**_table("multicast.", top["multicast"], MULTICAST))
     workers = _rows("worker", top.pop("worker", []), Worker, WORKER)
     shadows = _rows("shadow", top.pop("shadow", []), Shadow, SHADOW)
     seen: dict[tuple[str, str], str] = {}
-    for where, row in [
+    rows: list[tuple[str, Worker | Shadow]] = [
         *((f"worker[{i}]", worker) for i, worker in enumerate(workers)),
         *((f"shadow[{i}]", shadow) for i, shadow in enumerate(shadows)),
-    ]:
+    ]
+    for where, row in rows:
         for key in ("name", "address", "port"):
             value = getattr(row, key)
             if (key, value) in seen:
                 raise _Bad(f"{where}.{key} is {value!r}, as {seen[key, value]}.{key} is")
             seen[key, value] = where
+        if "multicast" in top and ":" in row.address:
+            raise _Bad(f"{where}.address is {row.address}; with [multicast] addresses are IPv4")
     return Cluster(workers, shadows, switch=Switch(sonic=sonic, **switch), **top)

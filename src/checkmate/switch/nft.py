@@ -43,6 +43,8 @@ class Found:
 
 
 def desired(cluster: Cluster) -> State:
+    if not rules(cluster):
+        return {}
     return {ENTRY: MARKER, **{entry(CHAIN + rule.port): rule for rule in rules(cluster)}}
 
 
@@ -52,7 +54,7 @@ def entry(chain: str) -> str:
 
 def read(cluster: Cluster) -> Found:
     """What is there. Raises CheckmateError if nft fails, or if a table of our name is not ours."""
-    return parse(_ask(cluster, ["nft", "-n", "-j", "list", "ruleset", "netdev"]))
+    return parse(ask(cluster, ["nft", "-n", "-j", "list", "ruleset", "netdev"]))
 
 
 def parse(listing: Mapping[str, Any]) -> Found:
@@ -137,7 +139,7 @@ def apply(cluster: Cluster, operations: Iterable[Operation]) -> None:
     operations = tuple(operations)
     check(cluster, operations)
     if operations:
-        _run(cluster, ["nft", "-f", "-"], script(operations))
+        execute(cluster, ["nft", "-f", "-"], script(operations))
 
 
 def check(cluster: Cluster, operations: Iterable[Operation]) -> None:
@@ -149,7 +151,7 @@ def check(cluster: Cluster, operations: Iterable[Operation]) -> None:
 
 def missing(cluster: Cluster, ports: Iterable[str]) -> list[str]:
     """A sentence for each of the ports that has no device. Kernels from 6.16 on would take a rule for it in silence."""
-    devices = {link.get("ifname") for link in _ask(cluster, ["ip", "-j", "link", "show"])}
+    devices = {link.get("ifname") for link in ask(cluster, ["ip", "-j", "link", "show"])}
     named = {worker.port: f"worker {worker.name}" for worker in cluster.workers}
     named |= {shadow.port: f"shadow {shadow.name}" for shadow in cluster.shadows}
     return [
@@ -173,8 +175,9 @@ def remove(cluster: Cluster) -> tuple[Operation, ...]:
     return operations
 
 
-def _ask(cluster: Cluster, command: list[str]) -> Any:
-    said = _run(cluster, command)
+def ask(cluster: Cluster, command: list[str]) -> Any:
+    """What a command prints on the switch, as JSON. Raises CheckmateError as `execute`, and for what is not JSON."""
+    said = execute(cluster, command)
     try:
         return json.loads(said)
     except ValueError:
@@ -182,7 +185,8 @@ def _ask(cluster: Cluster, command: list[str]) -> Any:
         raise CheckmateError(f"{argv}: what it prints is not JSON but {said[:80]!r}; is switch.exec right?") from None
 
 
-def _run(cluster: Cluster, command: list[str], given: str = "") -> str:
+def execute(cluster: Cluster, command: list[str], given: str = "") -> str:
+    """Run a command on the switch. Raises CheckmateError with what it says if it fails."""
     argv = [*shlex.split(cluster.switch.exec), *command]
     try:
         ran = subprocess.run(argv, input=given, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

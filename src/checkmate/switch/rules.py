@@ -29,7 +29,9 @@ class Rule:
 
 
 def rules(cluster: Cluster) -> tuple[Rule, ...]:
-    """One rule per worker. A shadow's port is never a source: `Cluster` keeps all ports apart."""
+    """One rule per worker, none with multicast. A shadow's port is never a source: `Cluster` keeps all ports apart."""
+    if cluster.multicast is not None:
+        return ()
     copies = tuple(sorted(shadow.port for shadow in cluster.shadows))
     return tuple(Rule(worker.port, cluster.dscp, copies) for worker in cluster.workers)
 

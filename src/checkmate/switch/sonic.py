@@ -35,6 +35,12 @@ Config = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 def desired(cluster: Cluster) -> State:
     """The entries, by "TABLE|KEY". Raises UsageError for what a SONiC switch cannot do."""
+    if cluster.multicast is not None:
+        raise UsageError(
+            "with [multicast] there is nothing to configure here: SONiC's published schema has no IGMP snooping. "
+            "In the VLAN of the hosts let the switch snoop, with a querier, or flood multicast; checkmate doctor says "
+            "whether groups reach them. Rules of ours that still mirror: checkmate switch remove --config-db FILE"
+        )
     if len(cluster.shadows) > 1:
         raise UsageError(
             f"SONiC takes one mirror session per ACL rule and one MIRROR table, so it can copy to one shadow, not to "

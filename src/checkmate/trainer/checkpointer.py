@@ -19,6 +19,7 @@ from ..layout import Layout, connected
 from ..recovery import ShadowReader
 from ..tensors import differs
 from ..transport.tcp import Address, parse_address
+from ..wire.datagrams import GROUPS, group_range
 from ..wire.messages import Audit, Fingerprint, Incarnation, check_run_name
 from . import rng
 from .buckets import Buckets, find_ddp, ranks_of
@@ -30,6 +31,7 @@ from .lag import Lag
 from .link import Link
 from .mirror import DSCP, Mirror, check_replicas, check_unwrapped, mirrorable
 from .model import Shadowed, describe, inexact, unwrap
+from .multicast import Group
 from .recorder import Recorder
 from .rendezvous import Agreed, Rendezvous, attempt, from_rank_zero, on_all_ranks, rank_and_world, together
 from .sidecar import Sidecars, Stateful, check_stateful
@@ -55,7 +57,7 @@ def attach(
     shadow: str,
     run: str,
     stateful: Mapping[str, Stateful] | None = None,
-    tap: Literal["step", "mirror"] = "step",
+    tap: Literal["step", "mirror", "multicast"] = "step",
     replay: Literal["match", "fast"] = "match",
     on_lag: Literal["degrade", "block"] = "degrade",
     staging_bytes: int | None = None,
@@ -64,6 +66,8 @@ def attach(
     token: str | bytes | None = None,
     interface: str | None = None,
     dscp: int = DSCP,
+    groups: str = GROUPS,
+    ttl: int = 1,
 ) -> Checkpointer:
     """Shadow a training loop. Call it on every rank, after DDP wrapping and before training; then `restore`.
 
@@ -75,7 +79,8 @@ def attach(
         run: name of the run at that shadow; a restart under the same name goes on from where it stopped.
         stateful: objects with ``state_dict`` and ``load_state_dict`` that belong to a step: scheduler, GradScaler, …
         tap: where gradients are read: "step" at ``optimizer.step()``, "mirror" inside the gradient all-reduce, which is
-            then ours, and whose packets the network copies to the shadow (``docs/network.md``). "mirror" needs DDP.
+            then ours, and whose packets the network copies to the shadow; "multicast" there as well, but each rank
+            sends its sums once, to its peers and the shadow together (``docs/network.md``). Both need DDP.
         replay: "match" replays with the trainer's own optimizer flags, bit for bit; "fast" with fused kernels.
         on_lag: "degrade" never waits for the shadow; "block" waits until at most one step is not safe.
         staging_bytes: host memory of this rank that may hold steps on their way to the shadow; never less than for two
@@ -83,25 +88,32 @@ def attach(
         block_timeout: seconds that "block" waits before it degrades; below the process group's timeout.
         fresh: begin a new lineage at step 0; what the shadow holds of this run stays until that step is whole.
         token: the shared secret that the shadow was started with.
-        interface: with "mirror", the network interface (or address) over which the ranks exchange gradients; by default
-            GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or that of the route to MASTER_ADDR.
+        interface: with the network tap, the network interface (or address) over which the ranks exchange gradients; by
+            default GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or that of the route to MASTER_ADDR.
         dscp: with "mirror", the mark on packets that the network is to copy, as ``checkmate switch`` was told.
+        groups: with "multicast", the range of addresses from which the run takes its group, the same for all.
+        ttl: with "multicast", how many networks far datagrams go; more than 1 if there are routers between the ranks.
 
-    Raises UsageError for a wrong argument, Unsupported for a model or optimizer that cannot be shadowed.
+    Raises UsageError for a wrong argument, Unsupported for a model or optimizer that cannot be shadowed, Unreachable if
+    the ranks do not reach each other.
     """
-    if tap not in ("step", "mirror"):
-        raise UsageError(f"tap={tap!r} is not available; this version has tap='step' and tap='mirror'")
+    if tap not in ("step", "mirror", "multicast"):
+        raise UsageError(f"tap={tap!r} is not available; there are 'step', 'mirror' and 'multicast'")
     if replay not in ("match", "fast") or on_lag not in ("degrade", "block"):
         raise UsageError(f"replay is 'match' or 'fast', not {replay!r}; on_lag is 'degrade' or 'block', not {on_lag!r}")
     for name, value, kinds in (
         ("shadow", shadow, str), ("run", run, str), ("staging_bytes", staging_bytes, (int, type(None))),
         ("block_timeout", block_timeout, (int, float)), ("token", token, (str, bytes, type(None))),
         ("interface", interface, (str, type(None))), ("dscp", dscp, int),
+        ("groups", groups, str), ("ttl", ttl, int),
     ):  # fmt: skip
         if not isinstance(value, kinds):
             raise UsageError(f"attach() takes no {type(value).__name__} for {name}")
     if not 1 <= dscp <= 63:
         raise UsageError(f"dscp={dscp}: a mark is 1 to 63")
+    if not 1 <= ttl <= 255:
+        raise UsageError(f"ttl={ttl}: it is 1 to 255")
+    group_range(groups)
     if "," in shadow:
         raise UsageError("several shadows are not available yet; give one address")
     check_run_name(run)
@@ -109,16 +121,17 @@ def attach(
     optimizers = unwrap(optimizer)
     objects = check_stateful(stateful)
     check_untapped(optimizers)
-    ddp = together(lambda: mirrorable(model)) if tap == "mirror" else None
+    ddp = together(lambda: mirrorable(model)) if tap != "step" else None
     mirrored = any(on_all_ranks(ddp is not None))
-    shadowed = together(lambda: describe(model, optimizers, replay, "mirror" if mirrored else "step"))
-    if tap == "mirror":
+    shadowed = together(lambda: describe(model, optimizers, replay, tap if mirrored else "step"))
+    if tap != "step":
         rank, _ = rank_and_world()
         together(lambda: None if ddp is not None else check_unwrapped(rank, shadowed.spec.replica_sets))
     secret = token.encode() if isinstance(token, str) else token
     return Checkpointer(
         model, shadowed, address, run, objects, on_lag=on_lag, staging_bytes=staging_bytes, block_timeout=block_timeout,
         fresh=fresh, token=secret, mirrored=ddp, interface=interface, dscp=dscp,
+        multicast=Group(groups, run, ttl) if tap == "multicast" else None,
     )  # fmt: skip
 
 
@@ -129,6 +142,7 @@ class Checkpointer:
         self, model: torch.nn.Module, shadowed: Shadowed, address: Address, run: str, stateful: Mapping[str, Stateful],
         *, on_lag: str, staging_bytes: int | None, block_timeout: float, fresh: bool, token: bytes | None,
         mirrored: DistributedDataParallel | None, interface: str | None, dscp: int,
+        multicast: Group | None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = rank_and_world()
         self._address, self._run, self._fresh, self._token = address, run, fresh, token
@@ -148,12 +162,12 @@ class Checkpointer:
         )
         self._recorder.on_full = self._lag.on_full
         self._mirror: Mirror | None = None
-        if self._layout.tap == "mirror":
+        if self._layout.tap != "step":
             together(lambda: None if mirrored is None else check_replicas(ranks_of(mirrored), self._replicas))
             self._mirror = self._recorder.mirror = together(
                 lambda: None if mirrored is None else Mirror(  # a stage without replicas has none
                     mirrored, shadowed, self._layout, self.rank, self._pool, run, token=token, interface=interface,
-                    dscp=dscp,
+                    dscp=dscp, multicast=multicast,
                 )
             )  # fmt: skip
         if self._mirror is not None:

@@ -11,6 +11,8 @@ The tagged connection carries nothing but frames, in packets with a DSCP mark: e
 what the network replicates is one gradient. A worker's N - 1 untagged streams and its tagged one share its link, so N
 tagged streams together come to about the rate of one link, which is what the shadow's port can take.
 
+With a `Gather` there is no tagged connection: the sum leaves once, by multicast to all others and to the shadows.
+
 One thread per connection and direction; all memory that they fill or empty belongs to one operation. A peer that is
 gone, or an operation that takes longer than the process group's timeout, ends the collective: every rank raises.
 """
@@ -27,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -37,6 +40,7 @@ from ..tensors import bytes_of
 from ..wire.frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ..wire.seal import TRAILER_BYTES, Seal
 from .ending import call_at_exit
+from .gather import Gather
 from .shards import CHUNK_BYTES, Chunk, Cut, Plan
 
 log = logging.getLogger("checkmate")
@@ -80,8 +84,9 @@ class Operation:
     """
 
     def __init__(
-        self, number: int, bucket: torch.Tensor, plan: Plan, rank: int, label: Label, shard: memoryview
+        self, number: int, bucket: torch.Tensor, plan: Plan, rank: int, label: Label, shard: memoryview, copies: int
     ) -> None:
+        """This rank's sum is sent in so many copies."""
         self.number, self.plan, self.label = number, plan, label
         self.first, stop = plan.bounds[rank]
         self.done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -91,7 +96,7 @@ class Operation:
         self.sums = torch.frombuffer(self.shard, dtype=bucket.dtype) if self.shard else bucket[:0]
         self.chunks: Sequence[Chunk] = plan.chunks[rank]
         #: Chunks of all shards whose sum is not in the bucket yet, and sums of this one that are not sent yet.
-        self.unfinished = sum(map(len, plan.chunks)) + len(self.chunks) * (len(plan.chunks) - 1)
+        self.unfinished = sum(map(len, plan.chunks)) + len(self.chunks) * copies
         self.digests: dict[Cut, int] = {}  #: XXH3-64 of the frames of this rank's shard that have left
 
 
@@ -100,13 +105,14 @@ class Collective:
 
     def __init__(
         self, rank: int, peers: Sequence[Peer | None], timeout_s: float, seal: Callable[[bytes], Seal] | None = None,
-        global_rank: int | None = None,
+        global_rank: int | None = None, gather: Gather | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, len(peers)
+        self._multicast = gather
         self._pid = os.getpid()
         self._global_rank = rank if global_rank is None else global_rank  #: what frames say
         self.timeout_s = timeout_s
-        self.bytes_tagged = 0  #: sent on the tagged connection, headers and all
+        self.bytes_tagged = 0  #: sent on the tagged connection, or by multicast, for the first time; headers and all
         self._seal_for = seal
         self._seals: dict[bytes, Seal] = {}
         self._sealed = 0  #: counts the trailers, for their nonces
@@ -121,7 +127,8 @@ class Collective:
         self._summed = 0
         self._summing = False
         others = [peer for peer in peers if peer is not None]
-        self._tagged_to = next(r for r, peer in enumerate(peers) if peer is not None and peer.tagged_out is not None)
+        tagged_to = (r for r, peer in enumerate(peers) if peer is not None and peer.tagged_out is not None)
+        self._tagged_to = next(tagged_to, -1)  # none by multicast
         self._inbox = {
             r: torch.empty(AHEAD * CHUNK_BYTES, dtype=torch.uint8) for r, peer in enumerate(peers) if peer is not None
         }
@@ -150,6 +157,8 @@ class Collective:
                 self._thread("tagged send", self._send, peer.tagged_out, self._tagged)
             if peer.tagged_in is not None:
                 self._thread("tagged receive", self._receive_frames, peer.tagged_in, other)
+        if gather is not None:
+            gather.fail = self.fail
         self._thread("sum", self._catch_up)
         self._thread("clock", self._watch_time)
         call_at_exit(self.close)
@@ -173,7 +182,8 @@ class Collective:
         `shard` is memory for this rank's sum.
         """
         with self._lock:
-            operation = Operation(self._numbers, bucket, plan, self.rank, label, shard)
+            copies = self.world - 1 if self._multicast is None else 1
+            operation = Operation(self._numbers, bucket, plan, self.rank, label, shard, copies)
             self._numbers += 1
             if self._error is not None or self._closed:
                 _fail(operation, self._error or ConnectionError("this collective is closed"))
@@ -185,6 +195,8 @@ class Collective:
             self._begun[operation.number] = operation
             self._chunks.extend((operation, chunk) for chunk in operation.chunks)
             self._expected.put(operation)
+        if self._multicast is not None:
+            self._expect(operation, self._multicast)
         for step in range(1, self.world):
             other = (self.rank + step) % self.world
             buffers: list[Memory] = []
@@ -227,12 +239,16 @@ class Collective:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
+        if self._multicast is not None and os.getpid() == self._pid:
+            self._multicast.wait_closed()
 
     def _disconnect(self) -> None:
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        if self._multicast is not None:
+            self._multicast.close()
         for waited in self._waited:
             waited.put(None)
 
@@ -303,24 +319,54 @@ class Collective:
         own.copy_(total)
 
     def _gather(self, operation: Operation, chunk: Chunk) -> None:
-        """Send this rank's sum: in frames, tagged, to one rank, and as it is to the others."""
+        """Send this rank's sum, in frames: to all at once, or tagged to one rank, and as it is to the others."""
         shard, first = operation.shard, operation.first
-        frames: list[Memory] = []
+        frames: list[tuple[bytes, memoryview, bytes]] = []
         for cut in chunk.frames:
             payload = shard[cut.start - first : cut.stop - first]
             digest = xxh3(payload)
             operation.digests[cut] = digest
             header = self._header(operation.label, cut.block, cut.offset, len(payload), digest)
-            frames += (header, payload)
-            if self._seal_for is not None:
-                frames.append(self._trailer(operation.label, header, payload))
-        self.bytes_tagged += sum(map(len, frames))
-        self._tagged.put(_Outgoing(frames, operation))
-        payload = shard[chunk.start - first : chunk.stop - first]
-        prefix = _PREFIX.pack(_GATHER, operation.number, chunk.start, len(payload))
+            frames.append((header, payload, self._trailer(operation.label, header, payload)))
+        self.bytes_tagged += sum(len(buffer) for frame in frames for buffer in frame)
+        sums = shard[chunk.start - first : chunk.stop - first]
+        if self._multicast is not None:
+            table = b"".join(header + trailer for header, _, trailer in frames)
+            self._multicast.put(table, sums, lambda: self._finished(operation))
+            return
+        self._tagged.put(_Outgoing([buffer for frame in frames for buffer in frame if buffer], operation))
+        prefix = _PREFIX.pack(_GATHER, operation.number, chunk.start, len(sums))
         for step in range(1, self.world):
             if (other := (self.rank + step) % self.world) != self._tagged_to:
-                self._outbox[other].put(_Outgoing([prefix, payload], operation))
+                self._outbox[other].put(_Outgoing([prefix, sums], operation))
+
+    def _expect(self, operation: Operation, gather: Gather) -> None:
+        """All other ranks' sums of a bucket, by multicast."""
+        entry = HEADER_BYTES + (TRAILER_BYTES if self._seal_for is not None else 0)
+        for other, chunks in enumerate(operation.plan.chunks):
+            for chunk in chunks if other != self.rank else ():
+                table = bytearray(entry * len(chunk.frames))
+                payload = operation.memory[chunk.start : chunk.stop]
+                gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, table))
+
+    def _gathered(self, operation: Operation, chunk: Chunk, other: int, table: bytearray) -> bool:
+        """A peer's sum is in the bucket. False: whoever sent it does not have the token."""
+        entry = len(table) // len(chunk.frames)
+        for number, cut in enumerate(chunk.frames):
+            head = memoryview(table)[number * entry : (number + 1) * entry]
+            header = self._check_frame(head, cut, other)
+            payload = operation.memory[cut.start : cut.stop]
+            seal = self._seal(operation.label)
+            if seal is not None and not seal.holds(header.rank, head[:HEADER_BYTES], payload, head[HEADER_BYTES:]):
+                return False
+        self._finished(operation)
+        return True
+
+    def _check_frame(self, head: memoryview, cut: Cut, other: int) -> Header:
+        header, _ = decode_header(head)
+        if (header.block, header.offset, header.length) != (cut.block, cut.offset, cut.stop - cut.start):
+            raise ConnectionError(f"rank {other} reduces another bucket than rank {self.rank}: {header}")
+        return header
 
     def _header(self, label: Label, block: int, offset: int, length: int, digest: int) -> bytes:
         header = Header(
@@ -330,13 +376,20 @@ class Collective:
         return encode_header(header, digest)
 
     def _trailer(self, label: Label, header: bytes, payload: memoryview) -> bytes:
-        assert self._seal_for is not None
-        if label.incarnation == UNLABELLED.incarnation:  # of no attempt: there is no key of its own
+        if self._seal_for is None:
+            return b""
+        if (seal := self._seal(label)) is None:
             return bytes(TRAILER_BYTES)
-        if (seal := self._seals.get(label.incarnation)) is None:
-            seal = self._seals[label.incarnation] = self._seal_for(label.incarnation)
         self._sealed += 1
         return seal.trailer(self._global_rank, self._sealed, header, payload)
+
+    def _seal(self, label: Label) -> Seal | None:
+        """None without a token, and for what is of no attempt: there is no key of its own."""
+        if self._seal_for is None or label.incarnation == UNLABELLED.incarnation:
+            return None
+        if (seal := self._seals.get(label.incarnation)) is None:
+            seal = self._seals[label.incarnation] = self._seal_for(label.incarnation)
+        return seal
 
     def _finished(self, operation: Operation) -> None:
         """One more chunk of the bucket holds its sum, or one more sum is sent."""
@@ -390,9 +443,7 @@ class Collective:
             for chunk in operation.plan.chunks[other]:
                 for cut in chunk.frames:
                     _fill(sock, memoryview(head), other)
-                    header, _ = decode_header(head)
-                    if (header.block, header.offset, header.length) != (cut.block, cut.offset, cut.stop - cut.start):
-                        raise ConnectionError(f"rank {other} reduces another bucket than rank {self.rank}: {header}")
+                    self._check_frame(memoryview(head), cut, other)
                     _fill(sock, operation.memory[cut.start : cut.stop], other)
                     if trailer:
                         _fill(sock, trailer, other)

@@ -28,6 +28,7 @@ from .buckets import find_ddp
 from .collective import UNLABELLED, Collective, Label, Operation
 from .factor import find_factor
 from .model import Shadowed, describe, unwrap
+from .multicast import Group, join_group
 from .peers import connect_peers, group_timeout_s
 from .shards import NO_BLOCK, Cut, Place, Plan
 from .staging import Buffer, Kept, Pool, part_of
@@ -62,7 +63,7 @@ class Mirror:
 
     def __init__(
         self, ddp: DistributedDataParallel, shadowed: Shadowed, layout: Layout, rank: int, pool: Pool, run: str,
-        *, token: bytes | None, interface: str | None, dscp: int,
+        *, token: bytes | None, interface: str | None, dscp: int, multicast: Group | None = None,
     ) -> None:  # fmt: skip
         self._where: Where | None = None
         self.fallbacks = 0  #: pieces of gradients that went by the step tap
@@ -80,10 +81,13 @@ class Mirror:
         self._plans: dict[tuple[int, ...], tuple[Plan, dict[int, list[Cut]]]] = {}
         self._group = ddp.process_group
         self._group_rank = dist.get_rank(self._group)
-        peers, self.flow = connect_peers(self._group, interface, dscp)
+        timeout_s = group_timeout_s(self._group)
+        peers, tagged = connect_peers(self._group, interface, dscp if multicast is None else None)
+        gather = None if multicast is None else join_group(self._group, multicast, interface, timeout_s)
+        self.flow = tagged if gather is None else gather.flow
         self.collective = Collective(
-            self._group_rank, peers, group_timeout_s(self._group),
-            None if token is None else lambda incarnation: Seal(token, run, incarnation), rank,
+            self._group_rank, peers, timeout_s,
+            None if token is None else lambda incarnation: Seal(token, run, incarnation), rank, gather,
         )  # fmt: skip
         self._device: _Device | None = None
         weakref.finalize(self, self.collective.hang_up)
@@ -288,7 +292,7 @@ def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:
         hook, state, *_ = ddp._comm_hooks[0]
         if not isinstance(state, _Installed):
             raise Unsupported(
-                f"DDP has a communication hook already ({hook.__qualname__}); tap='mirror' is one itself: register none"
+                f"DDP has a communication hook already ({hook.__qualname__}); the network tap is one: register none"
             )
         if state.mirror.in_use:
             raise UsageError("this DDP model is attached already; close() the other Checkpointer first")
@@ -298,7 +302,9 @@ def mirrorable(model: torch.nn.Module) -> DistributedDataParallel | None:
 def check_unwrapped(rank: int, replica_sets: Sequence[Sequence[int]]) -> None:
     """Raises Unsupported for a rank without DDP, if others hold the same parameters: who averages their gradients?"""
     if any(rank in ranks and len(ranks) > 1 for ranks in replica_sets):
-        raise Unsupported("tap='mirror' is a communication hook of DistributedDataParallel: wrap the whole model in it")
+        raise Unsupported(
+            "the network tap is a communication hook of DistributedDataParallel: wrap the whole model in it"
+        )
 
 
 def check_replicas(group: Sequence[int], replicas: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ Addresses are exchanged over the process group itself, with a secret by which ea
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import socket
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckmateError, Unreachable, UsageError
+from ..transport.group import address_of
 from ..transport.tcp import mark, not_in_children, tune
 from ..wire.packets import Flow
 from .collective import Peer
@@ -28,7 +28,6 @@ from .collective import Peer
 CONNECT_S = 60.0
 #: What a connection begins with: the group's secret, the rank that connects, whether the connection is tagged.
 _HELLO = struct.Struct("<16sI?")
-_SIOCGIFADDR = 0x8915
 #: As torch.distributed has them: the interface whose address a rank gives to its peers.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -46,7 +45,7 @@ def local_address(interface: str | None) -> str:
     """The address under which peers reach this rank. Raises UsageError for an interface that has none."""
     named = interface or next((os.environ[name] for name in _INTERFACES if os.environ.get(name)), None)
     if named is not None:
-        return _address_of(named)
+        return address_of(named)
     master = os.environ.get("MASTER_ADDR", "localhost")
     with contextlib.suppress(OSError):
         family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
@@ -56,20 +55,12 @@ def local_address(interface: str | None) -> str:
     raise UsageError(f"there is no route to MASTER_ADDR={master}; name the network interface with interface=")
 
 
-def _address_of(named: str) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return str(socket.getaddrinfo(named, 0, flags=socket.AI_NUMERICHOST)[0][4][0])
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", named.encode()[:15]))
-    except OSError as error:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise UsageError(f"interface {named!r} has no IPv4 address ({error.strerror}); there are {names}") from None
-    return socket.inet_ntoa(found[20:24])
-
-
-def connect_peers(group: dist.ProcessGroup, interface: str | None, dscp: int) -> tuple[list[Peer | None], Flow]:
+def connect_peers(
+    group: dist.ProcessGroup, interface: str | None, dscp: int | None
+) -> tuple[list[Peer | None], Flow | None]:
     """Connect every rank of `group` with every other. A collective. Also returns the flow of this rank's tagged frames.
+
+    Without `dscp` there are none, and no tagged connections.
 
     Raises UsageError, or Unreachable with the address that did not answer.
     """
@@ -118,8 +109,9 @@ def tagged_distance(hosts: Sequence[str]) -> int:
 
 
 def _connect(
-    rank: int, addresses: list[tuple[str, int]], secret: bytes, listener: socket.socket, dscp: int, deadline: float
-) -> tuple[list[Peer | None], Flow]:
+    rank: int, addresses: list[tuple[str, int]], secret: bytes, listener: socket.socket, dscp: int | None,
+    deadline: float,
+) -> tuple[list[Peer | None], Flow | None]:  # fmt: skip
     """Every rank connects to those after it, and tagged to the one at `tagged_distance`; the others connect to it."""
     world = len(addresses)
     plain: dict[int, socket.socket] = {}
@@ -131,10 +123,12 @@ def _connect(
             plain[other] = _open(addresses[other], addresses[rank][0], None, deadline)
             opened.append(plain[other])
             plain[other].sendall(_HELLO.pack(secret, rank, False))
-        tagged_out = _open(addresses[following], addresses[rank][0], dscp, deadline)
-        opened.append(tagged_out)
-        tagged_out.sendall(_HELLO.pack(secret, rank, True))
-        while len(plain) < world - 1 or not tagged:
+        tagged_out: socket.socket | None = None
+        if dscp is not None:
+            tagged_out = _open(addresses[following], addresses[rank][0], dscp, deadline)
+            opened.append(tagged_out)
+            tagged_out.sendall(_HELLO.pack(secret, rank, True))
+        while len(plain) < world - 1 or (tagged_out is not None and not tagged):
             sock, other, is_tagged = _accept(listener, secret, deadline)
             opened.append(sock)
             (tagged if is_tagged else plain)[other] = sock
@@ -149,6 +143,8 @@ def _connect(
         None if other == rank else Peer(plain[other], tagged_out if other == following else None, tagged.get(other))
         for other in range(world)
     ]
+    if tagged_out is None or dscp is None:
+        return peers, None
     source, target = tagged_out.getsockname(), tagged_out.getpeername()
     return peers, Flow(source[0], source[1], target[0], target[1], dscp)
 

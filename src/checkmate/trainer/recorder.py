@@ -182,7 +182,7 @@ class Recorder:
         else:
             slices = self.layout.slices[self.rank]
             pieces = [(b, slices[b].offset, slices[b].nbytes) for b in with_grad if b in slices and slices[b].nbytes]
-            if self.layout.tap == "mirror":
+            if self.layout.tap != "step":
                 update.shards = [Shard(*piece, number, 0) for piece in pieces]
         self._stage(number, step, tuple(pieces), dict(zip(with_grad, grads, strict=True)))
 

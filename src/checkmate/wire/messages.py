@@ -94,7 +94,7 @@ class Spec(_Record):
     fingerprint: Fingerprint
     replay: Word = "match"
     aliases: Annotated[dict[Name, Name], MANY] = {}  #: FQN of a tied parameter -> FQN of its block
-    tap: Word = "step"  #: "step", or "mirror": frames come through the network too, in slices that parts name
+    tap: Word = "step"  #: else "mirror" or "multicast": frames come through the network too, in slices that parts name
 
 
 class Incarnation(_Record):
@@ -121,7 +121,7 @@ class Attempt(_Record):
 
 
 class Shard(_Record):
-    """Where the shadow finds bytes ``[offset, offset + nbytes)`` of a gradient, with tap="mirror".
+    """Where the shadow finds bytes ``[offset, offset + nbytes)`` of a gradient, with the network tap.
 
     In the frames of `round` that say `update`, which the network has copied to it; `round` 0: in those that this rank
     has sent for the very update. The optimizer used these bytes multiplied by `factor`.
@@ -293,7 +293,7 @@ class Join(_Message):
     step: Count  #: newest step that this rank has closed
     spec: Spec | None = None
     attempt: Attempt | None = None  #: comes along with the spec
-    flow: Flow | None = None  #: with tap="mirror": the connection whose packets the network copies to the shadow
+    flow: Flow | None = None  #: with the network tap: by what a shadow knows the packets that it gets copies of
 
 
 class Joined(_Message):

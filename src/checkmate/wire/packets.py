@@ -42,7 +42,7 @@ _GRE = struct.Struct("!HH")
 
 
 class Flow(NamedTuple):
-    """One direction of a TCP connection whose packets carry a mark. Addresses as text."""
+    """One direction of a TCP connection whose packets carry a mark, or what one sends to a group. Addresses as text."""
 
     source: str
     source_port: int
@@ -57,6 +57,11 @@ class Flow(NamedTuple):
         if len(source) != len(target):
             raise ValueError(f"{self}: one address is IPv4 and the other IPv6")
         return source + target + struct.pack("!HH", self.source_port, self.target_port)
+
+    @property
+    def multicast(self) -> bool:
+        """Whether the target is a group: then these are datagrams."""
+        return ip_address(self.target).is_multicast
 
     def __str__(self) -> str:
         return f"{self.source}:{self.source_port} -> {self.target}:{self.target_port}, DSCP {self.dscp}"

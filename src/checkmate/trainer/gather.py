@@ -1,0 +1,211 @@
+"""The all-gather by multicast: each rank's sums leave once, and the network delivers them to all peers and shadows.
+
+One thread sends, one receives what is sent to the group, one what is sent to this rank alone: answers, and pieces that
+only it has missed. They drive the state machines of `wire.multicast`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import ProtocolError
+from ..transport.group import Inlet, Outlet, interface_of, link_bytes_per_s, only_from_others
+from ..transport.tcp import not_in_children
+from ..wire.datagrams import (
+    DATAGRAM_HEADER_BYTES,
+    Datagram,
+    Packer,
+    Pieces,
+    What,
+    decode_answer,
+    encode_answer,
+    piece_bytes,
+    split,
+)
+from ..wire.multicast import Burst, Question, Receiver, Sender
+from ..wire.packets import Flow
+
+log = logging.getLogger("checkmate")
+
+#: Every peer echoes a probe within so long, if the network forwards the group at all.
+PROBE_S = 10.0
+_AGAIN_S = 0.05
+_SERIAL = struct.Struct("<I")
+_LATE_S = 3600.0
+
+Address = tuple[str, int]
+
+
+class Member(NamedTuple):
+    """What a rank says of itself."""
+
+    address: Address
+    mtu: int
+    buffer_bytes: int
+
+
+class Gather:
+    """One rank's part. `members` are by rank. `fail` is called once, from a thread of ours, when it is over."""
+
+    def __init__(
+        self, rank: int, members: Sequence[Member], session: int, group: Address, joined: socket.socket,
+        alone: socket.socket, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.rank, self.group = rank, group
+        self._members, self._session = members, session
+        self._sockets = (joined, alone)
+        self._outlet = Outlet(alone)
+        self.size = piece_bytes(min(member.mtu for member in members))
+        self._each = DATAGRAM_HEADER_BYTES + self.size
+        batch = self._outlet.batch(self._each)
+        peers = [peer for peer in range(len(members)) if peer != rank]
+        window = min(member.buffer_bytes for member in members) // 2 // len(peers)
+        rate = link_bytes_per_s(interface_of(members[rank].address[0]))
+        self.sender = Sender(peers, self.size, batch, window, timeout_s, None if rate is None else rate / len(members))
+        self._packer = Packer(rank, session, self.size, batch)
+        self._receivers = {peer: Receiver(self.size) for peer in peers}
+        self._addresses = {peer: members[peer].address for peer in peers}
+        self._changed = threading.Condition()  # over the sender; a garbage collection may close us while it is held
+        self._receiving = threading.RLock()
+        self._echoed: set[int] = set()
+        self._closed = self._told = False
+        self.fail: Callable[[Exception], None] = lambda _: None
+        self._threads = [
+            threading.Thread(target=self._run, args=(work, *args), name=f"checkmate multicast {name}", daemon=True)
+            for name, work, *args in (
+                ("send", self._send), ("receive", self._receive, joined), ("answers", self._receive, alone),
+            )
+        ]  # fmt: skip
+        for sock in self._sockets:
+            only_from_others(sock, rank, session)
+            not_in_children(sock)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def segments(self) -> bool:
+        """Whether the kernel cuts what is sent into datagrams (``UDP_SEGMENT``)."""
+        return self._outlet.segments
+
+    @property
+    def flow(self) -> Flow:
+        """By which a shadow knows this rank's datagrams."""
+        return Flow(*self._members[self.rank].address, *self.group, 0)
+
+    def put(self, table: bytes, payload: memoryview, done: Callable[[], None]) -> None:
+        """Send a message to all peers. `done` is called once all have it; until then its memory must not change."""
+        with self._changed:
+            self.sender.put(np.frombuffer(table, np.uint8), np.frombuffer(payload, np.uint8), done)
+            self._changed.notify()
+
+    def expect(self, peer: int, table: bytearray, payload: memoryview, done: Callable[[], bool]) -> None:
+        """The next message of a peer belongs here. `done` is called once it is, and says whether it is right."""
+        with self._receiving:
+            self._receivers[peer].expect(np.frombuffer(table, np.uint8), np.frombuffer(payload, np.uint8), done)
+
+    def probe(self, timeout_s: float = PROBE_S) -> list[int]:
+        """The peers that have not echoed within so long what this rank sends to the group."""
+        deadline = time.monotonic() + timeout_s
+        head = Datagram(What.PROBE, self.rank, self._session, size=self.size).encode()
+        probes = head.ljust(self._each, b"\0") * 2
+        while len(self._echoed) < len(self._receivers) and (left := deadline - time.monotonic()) > 0:
+            if self._outlet.segments and left < timeout_s / 2:
+                self._outlet.segments = False  # something on the way may not take what the kernel makes of them
+            try:
+                self._outlet.send(memoryview(probes), self._each, self.group)
+            except OSError:
+                if not self._outlet.segments:
+                    raise
+                self._outlet.segments = False
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._echoed) == len(self._receivers), _AGAIN_S)
+        return sorted(self._receivers.keys() - self._echoed)
+
+    def close(self) -> None:
+        """End the threads. What is under way is lost."""
+        self._closed = True
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_closed(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+        for sock in self._sockets:
+            sock.close()
+
+    # ------------------------------------------------------------ threads
+
+    def _run(self, work: Callable[..., None], *args: object) -> None:
+        try:
+            work(*args)
+        except Exception as error:
+            if not self._closed:
+                self.fail(error)
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                while (action := None if self._closed else self.sender.next(now := time.monotonic())) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait(max(0.0, min(self.sender.due(now) - now, _LATE_S)))
+            match action:
+                case Burst(to, message, first, stop):
+                    data, _ = message.bytes_of(first, stop)
+                    packed = self._packer.pack(data, message.number, first, message.count, message.tables)
+                    self._send_to(to, packed)
+                case Question(to, serial, number, first):
+                    head = Datagram(What.ASK, self.rank, self._session, number, first)
+                    self._send_to(to, head.encode() + _SERIAL.pack(serial))
+
+    def _send_to(self, to: int | None, data: memoryview | bytes) -> None:
+        try:
+            self._outlet.send(data, self._each, self.group if to is None else self._addresses[to])
+        except OSError as error:  # as if it had been lost on the way: it is repaired, or the deadline ends it
+            if not (self._told or self._closed):
+                self._told = True
+                log.warning("checkmate: multicast to %s: %s (`ip route get %s`)", self.group[0], error, self.group[0])
+
+    def _receive(self, sock: socket.socket) -> None:
+        inlet = Inlet(sock)
+        while not self._closed:
+            if (arrival := inlet.receive()) is not None:
+                for head, found in split(arrival.data, arrival.each):
+                    if head.session == self._session and head.sender in self._receivers:
+                        self._take(head, found)
+
+    def _take(self, head: Datagram, found: Pieces | memoryview) -> None:
+        peer = head.sender
+        if isinstance(found, Pieces):
+            with self._receiving:
+                self._receivers[peer].take(found)
+        elif head.what is What.ASK and len(found) == DATAGRAM_HEADER_BYTES + _SERIAL.size:
+            (serial,) = _SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
+            with self._receiving:
+                answer = self._receivers[peer].answer(serial, head.number, head.first)
+            self._send_to(peer, encode_answer(self.rank, self._session, answer))
+        elif head.what is What.ACK:
+            with contextlib.suppress(ProtocolError):  # damaged: as if it had been lost
+                answer = decode_answer(head, found)
+                with self._changed:
+                    self.sender.heard(peer, answer, time.monotonic())
+                    self._changed.notify()
+        elif head.what is What.PROBE and len(found) == self._each:
+            self._send_to(peer, Datagram(What.ECHO, self.rank, self._session).encode())
+        elif head.what is What.ECHO:
+            with self._changed:
+                self._echoed.add(peer)
+                self._changed.notify_all()
