@@ -39,7 +39,7 @@ LAYERS = (
 )
 SANS_IO = (
     "wire", "layout", "shadow.effects", "shadow.partition", "shadow.repairs", "shadow.slot", "shadow.stories",
-    "switch.rules", "lab.plan", "doctor.judge",
+    "switch.rules", "lab.plan", "doctor.judge", "doctor.multicast_judge",
 )  # fmt: skip
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",

@@ -47,7 +47,7 @@ def check(network: Network, sent) -> None:
 shares = st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     ranks=st.integers(2, 8), shadows=st.integers(0, 3), seed=st.integers(0, 2**32), messages=st.integers(1, 6),
     size=st.sampled_from([256, 304, 1440]), batch=st.integers(1, 12), window=st.sampled_from([512, 4096, 1 << 20]),
