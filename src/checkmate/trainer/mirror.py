@@ -261,15 +261,18 @@ class Mirror:
 
 
 def collective_alone(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, interface: str | None = None
-) -> Mirror:
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, interface: str | None = None,
+    multicast: Group | None = None,
+) -> Mirror:  # fmt: skip
     """Our collective as DDP's hook, and nobody who keeps what it brings: what the network tap is compared with.
 
     Gloo adds in another order, so a run with it would end with other bits. A collective.
     """
-    shadowed = describe(ddp, unwrap(optimizer), "match", "mirror")
+    shadowed = describe(ddp, unwrap(optimizer), "match", "mirror" if multicast is None else "multicast")
     layout, rank = Layout(shadowed.spec), dist.get_rank()
-    mirror = Mirror(ddp, shadowed, layout, rank, Pool(0), "", token=None, interface=interface, dscp=DSCP)
+    mirror = Mirror(
+        ddp, shadowed, layout, rank, Pool(0), "", token=None, interface=interface, dscp=DSCP, multicast=multicast
+    )
     mirror.install(None)
     return mirror
 
