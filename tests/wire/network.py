@@ -150,12 +150,13 @@ class Rank:
             self.most_in_flight = max(self.most_in_flight, self.sender.in_flight)
             match action:
                 case Burst(to, message, first, stop):
-                    data, _ = message.bytes_of(first, stop)
-                    packed = bytes(self.packer.pack(data, message.number, first, message.count, message.tables))
-                    each = self.packer.each
+                    data = message.bytes_of(first, stop)
+                    packed = self.packer.pack(data, message.number, first, message.count, message.tables).tobytes()
+                    each = message.size + DATAGRAM_HEADER_BYTES
                     datagrams = [packed[at : at + each] for at in range(0, len(packed), each)]
                     self.network.sent["again" if to is not None else "all"] += len(data)
-                case Question(to, serial, number, first):
+                case Question(serial, number, first):
+                    to = None
                     head = Datagram(What.ASK, self.number, SESSION, number, first)
                     datagrams = [head.encode() + serial.to_bytes(4, "little")]
             if to is None:
@@ -164,7 +165,7 @@ class Rank:
                 self.network.unicast(to, datagrams)
 
     def hear(self, data: bytes, each: int, now: float) -> None:
-        for head, found in split(np.frombuffer(data, np.uint8), each):
+        for head, found in split(np.frombuffer(data, np.uint8)[None], len(data), each):
             if isinstance(found, Pieces):
                 self.receivers[head.sender].take(found)
             elif head.what is What.ASK:
@@ -182,7 +183,7 @@ class Shadow:
         self.streams: dict[int, Messages] = {}
 
     def hear(self, data: bytes, each: int, now: float) -> None:
-        for head, found in split(np.frombuffer(data, np.uint8), each):
+        for head, found in split(np.frombuffer(data, np.uint8)[None], len(data), each):
             if isinstance(found, Pieces):
                 self.streams.setdefault(head.sender, Messages(self._take)).feed(found, now)
 

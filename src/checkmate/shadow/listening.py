@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import UsageError
-from ..transport.group import Inlet, address_of, enlarge, join
+from ..transport.group import Arrival, Inlet, address_of, enlarge, join
 from ..wire.assembly import Messages
 from ..wire.datagrams import Pieces, split
 from ..wire.packets import Flow
@@ -129,27 +129,27 @@ class _Group:
         tick = 0.0
         while not self._closed:
             try:
-                arrival = self._inlet.receive()
+                arrivals = self._inlet.receive()
             except OSError as error:
                 self._listening.failed(error)
                 time.sleep(TICK_S)
                 continue
             now = time.monotonic()
-            if arrival is not None:
+            for arrival in arrivals:
                 if (flow := self.senders.get(arrival.source)) is None:
                     self._foreign += 1
                 else:
-                    self._feed(flow, arrival.data, arrival.each, now)
+                    self._feed(flow, arrival, now)
             if now >= tick:
                 tick = now + TICK_S
                 for stream in self._streams.values():
                     stream.expire(now)
                 self._listening.idle(now)
 
-    def _feed(self, flow: Flow, data: Any, each: int, now: float) -> None:
+    def _feed(self, flow: Flow, arrival: Arrival, now: float) -> None:
         if (stream := self._streams.get(flow)) is None:
             stream = Messages(self._listening.take(flow), self._listening.trailer_bytes)
             self._streams = {**self._streams, flow: stream}
-        for _, pieces in split(data, each):
+        for _, pieces in split(arrival.data, arrival.nbytes, arrival.each):
             if isinstance(pieces, Pieces):
                 stream.feed(pieces, now)

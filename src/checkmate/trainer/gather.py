@@ -13,12 +13,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ProtocolError
-from ..transport.group import Inlet, Outlet, interface_of, link_bytes_per_s, only_from_others
+from ..transport.group import Inlet, Outlet, interface_of, link_bytes_per_s, only_from_others, skip_own_host
 from ..transport.tcp import not_in_children
 from ..wire.datagrams import (
     DATAGRAM_HEADER_BYTES,
@@ -39,6 +39,8 @@ log = logging.getLogger("checkmate")
 #: Every peer echoes a probe within so long, if the network forwards the group at all.
 PROBE_S = 10.0
 _AGAIN_S = 0.05
+#: Pieces that go out with one call.
+BATCH = 176
 _SERIAL = struct.Struct("<I")
 _LATE_S = 3600.0
 
@@ -63,15 +65,17 @@ class Gather:
         self.rank, self.group = rank, group
         self._members, self._session = members, session
         self._sockets = (joined, alone)
-        self._outlet = Outlet(alone)
         self.size = piece_bytes(min(member.mtu for member in members))
         self._each = DATAGRAM_HEADER_BYTES + self.size
-        batch = self._outlet.batch(self._each)
+        self._outlet = Outlet(alone, self._each)
         peers = [peer for peer in range(len(members)) if peer != rank]
         window = min(member.buffer_bytes for member in members) // 2 // len(peers)
         rate = link_bytes_per_s(interface_of(members[rank].address[0]))
-        self.sender = Sender(peers, self.size, batch, window, timeout_s, None if rate is None else rate / len(members))
-        self._packer = Packer(rank, session, self.size, batch)
+        self.sender = Sender(peers, self.size, BATCH, window, timeout_s, None if rate is None else rate / len(members))
+        self._packer = Packer(rank, session, self.size, BATCH)
+        hosts = [member.address[0] for member in members]
+        if hosts.count(hosts[rank]) == 1 and not hosts[rank].startswith("127."):
+            skip_own_host(alone)
         self._receivers = {peer: Receiver(self.size) for peer in peers}
         self._addresses = {peer: members[peer].address for peer in peers}
         self._changed = threading.Condition()  # over the sender; a garbage collection may close us while it is held
@@ -116,16 +120,17 @@ class Gather:
         """The peers that have not echoed within so long what this rank sends to the group."""
         deadline = time.monotonic() + timeout_s
         head = Datagram(What.PROBE, self.rank, self._session, size=self.size).encode()
-        probes = head.ljust(self._each, b"\0") * 2
+        probes = np.frombuffer(head.ljust(self._each, b"\0") * 2, np.uint8)
         while len(self._echoed) < len(self._receivers) and (left := deadline - time.monotonic()) > 0:
-            if self._outlet.segments and left < timeout_s / 2:
+            if left < timeout_s / 2:
                 self._outlet.segments = False  # something on the way may not take what the kernel makes of them
             try:
-                self._outlet.send(memoryview(probes), self._each, self.group)
+                self._outlet.send(probes, self.group)
             except OSError:
                 if not self._outlet.segments:
                     raise
                 self._outlet.segments = False
+                continue
             with self._changed:
                 self._changed.wait_for(lambda: len(self._echoed) == len(self._receivers), _AGAIN_S)
         return sorted(self._receivers.keys() - self._echoed)
@@ -164,16 +169,17 @@ class Gather:
                     self._changed.wait(max(0.0, min(self.sender.due(now) - now, _LATE_S)))
             match action:
                 case Burst(to, message, first, stop):
-                    data, _ = message.bytes_of(first, stop)
+                    data = message.bytes_of(first, stop)
                     packed = self._packer.pack(data, message.number, first, message.count, message.tables)
-                    self._send_to(to, packed)
-                case Question(to, serial, number, first):
+                    where = self.group if to is None else self._addresses[to]
+                    self._try(self._outlet.send, packed, where)
+                case Question(serial, number, first):
                     head = Datagram(What.ASK, self.rank, self._session, number, first)
-                    self._send_to(to, head.encode() + _SERIAL.pack(serial))
+                    self._try(self._outlet.say, head.encode() + _SERIAL.pack(serial), self.group)
 
-    def _send_to(self, to: int | None, data: memoryview | bytes) -> None:
+    def _try(self, send: Callable[..., None], *what: Any) -> None:
         try:
-            self._outlet.send(data, self._each, self.group if to is None else self._addresses[to])
+            send(*what)
         except OSError as error:  # as if it had been lost on the way: it is repaired, or the deadline ends it
             if not (self._told or self._closed):
                 self._told = True
@@ -182,8 +188,8 @@ class Gather:
     def _receive(self, sock: socket.socket) -> None:
         inlet = Inlet(sock)
         while not self._closed:
-            if (arrival := inlet.receive()) is not None:
-                for head, found in split(arrival.data, arrival.each):
+            for arrival in inlet.receive():
+                for head, found in split(arrival.data, arrival.nbytes, arrival.each):
                     if head.session == self._session and head.sender in self._receivers:
                         self._take(head, found)
 
@@ -196,7 +202,7 @@ class Gather:
             (serial,) = _SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
             with self._receiving:
                 answer = self._receivers[peer].answer(serial, head.number, head.first)
-            self._send_to(peer, encode_answer(self.rank, self._session, answer))
+            self._try(self._outlet.say, encode_answer(self.rank, self._session, answer), self._addresses[peer])
         elif head.what is What.ACK:
             with contextlib.suppress(ProtocolError):  # damaged: as if it had been lost
                 answer = decode_answer(head, found)
@@ -204,7 +210,7 @@ class Gather:
                     self.sender.heard(peer, answer, time.monotonic())
                     self._changed.notify()
         elif head.what is What.PROBE and len(found) == self._each:
-            self._send_to(peer, Datagram(What.ECHO, self.rank, self._session).encode())
+            self._try(self._outlet.say, Datagram(What.ECHO, self.rank, self._session).encode(), self._addresses[peer])
         elif head.what is What.ECHO:
             with self._changed:
                 self._echoed.add(peer)

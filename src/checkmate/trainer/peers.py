@@ -89,8 +89,19 @@ def connect_peers(
                 "network interface with interface= or GLOO_SOCKET_IFNAME"
             )
         assert listener is not None
-        peers, flow = _connect(rank, addresses, secret, listener, dscp, deadline)
-        for sock in (sock for peer in peers if peer is not None for sock in peer if sock is not None):
+        peers: list[Peer | None] = []
+        trouble, flow = "", None
+        try:
+            peers, flow = _connect(rank, addresses, secret, listener, dscp, deadline)
+        except (OSError, CheckmateError) as error:  # whoever is connected must not go on without this rank
+            trouble = f"{error}"
+        dist.all_gather_object(gathered, trouble, group=group)
+        sockets = [sock for peer in peers if peer is not None for sock in peer if sock is not None]
+        if troubles := [f"rank {other} of the group: {told}" for other, told in enumerate(gathered) if told]:
+            for sock in sockets:
+                sock.close()
+            raise Unreachable("; ".join(troubles))
+        for sock in sockets:
             # A rank that computes for long, or is stopped, does not read meanwhile: that is no reason to lose it.
             tune(sock, min(int(1000 * timeout_s), 2**31 - 1))
         return peers, flow

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
+import os
 import socket
 import struct
 from collections.abc import Collection
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,8 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..wire.bpf import EQUAL, LD_HALF, LD_WORD, RETURN, WHOLE, Op
 from ..wire.datagrams import MOST_BYTES, MOST_DATAGRAMS
+
+Bytes = npt.NDArray[np.uint8]
 
 log = logging.getLogger("checkmate")
 
@@ -37,67 +42,129 @@ _OP = struct.Struct("HBBI")
 _PROGRAM = struct.Struct("HP")
 _TIMEVAL = struct.Struct("ll")
 _NAMED = struct.Struct("16si20x")
-_SIZE = struct.Struct("i")
-_ROOM = 2 * socket.CMSG_SPACE(_SIZE.size)
+_CONTROL = struct.Struct("Niii4x")  # one ancillary datum: its length, level, kind, and a number
+_SEGMENT = struct.Struct("NiiH6x")
+_ROOM = 4 * _CONTROL.size
+_NAME = struct.Struct("!2sH4s")  # family (as the machine has it), port, address
+_NAME_BYTES = 16
+_FAMILY = struct.pack("=H", socket.AF_INET)
+#: ``struct mmsghdr``: name, its length, places, their number, control, its length, flags; bytes that came.
+_MESSAGE_WORDS = 8
+_MSG_WAITFORONE = 0x10000
+_LOW = np.uint64(0xFFFFFFFF)
+#: Taken from the kernel at once: what stays in the cache until it is looked at.
+AT_ONCE = 8
+#: The longest that the kernel joins.
+MOST_JOINED_BYTES = 1 << 16
 #: The longest that a receiver waits at a time.
 TICK_S = 0.02
 
+_library = ctypes.CDLL(None, use_errno=True)
+_sendmmsg, _recvmmsg = _library.sendmmsg, _library.recvmmsg
+_sendmmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)
+_recvmmsg.argtypes = (*_sendmmsg.argtypes, ctypes.c_void_p)
+
 
 class Arrival(NamedTuple):
-    """Datagrams of `each` bytes from one sender that the kernel has joined into one; the last may be shorter."""
+    """Datagrams of `each` bytes from one sender, of which the kernel has joined `nbytes` in each row of `data`.
 
-    data: npt.NDArray[np.uint8]
+    The last of a row may be shorter.
+    """
+
+    data: Bytes
+    nbytes: int
     each: int
     source: tuple[str, int]
 
 
 class Inlet:
-    """A socket's datagrams. Valid until the next one is taken."""
+    """A socket's datagrams, several with one call: each call lets other threads go on, and must get its turn again."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._memory = np.empty(1 << 16, np.uint8)
         self.dropped = 0  #: datagrams that the kernel could not keep, as far as the newest one told
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, _SO_RXQ_OVFL, 1)
-            sock.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+        for level, option in ((socket.SOL_SOCKET, _SO_RXQ_OVFL), (_SOL_UDP, _UDP_GRO)):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(level, option, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(TICK_S * 1e6)))
+        self._fd = sock.fileno()
+        self._memory = np.empty((AT_ONCE, MOST_JOINED_BYTES), np.uint8)
+        self._names = np.zeros((AT_ONCE, _NAME_BYTES), np.uint8)
+        self._control = np.zeros((AT_ONCE, _ROOM), np.uint8)
+        self._places = np.zeros((AT_ONCE, 2), np.uint64)
+        self._places[:, 0], self._places[:, 1] = _addresses(self._memory), MOST_JOINED_BYTES
+        self._messages = np.zeros((AT_ONCE, _MESSAGE_WORDS), np.uint64)
+        for column, memory in ((0, self._names), (2, self._places), (4, self._control)):
+            self._messages[:, column] = _addresses(memory)
+        self._messages[:, 3] = 1
 
-    def receive(self) -> Arrival | None:
-        """None if there was nothing for `TICK_S`, or the socket is closed; raises OSError where it cannot be used."""
-        try:
-            count, ancillary, _, source = self._sock.recvmsg_into([self._memory], _ROOM)  # type: ignore[list-item]
-        except (BlockingIOError, InterruptedError, ConnectionRefusedError):
-            return None
-        each = count
-        for level, kind, value in ancillary:
-            if level == _SOL_UDP and kind == _UDP_GRO:
-                each = _SIZE.unpack(value)[0]
-            elif level == socket.SOL_SOCKET and kind == _SO_RXQ_OVFL:
-                self.dropped = _SIZE.unpack(value)[0]
-        return Arrival(self._memory[:count], each, source) if count else None
+    def receive(self) -> list[Arrival]:
+        """Valid until the next call. Empty if there was nothing for `TICK_S`; raises OSError for a broken socket."""
+        self._messages[:, 1], self._messages[:, 5] = _NAME_BYTES, _ROOM
+        count = _recvmmsg(self._fd, self._messages.ctypes.data, AT_ONCE, _MSG_WAITFORONE, None)
+        if count < 0:
+            if (number := ctypes.get_errno()) in (errno.EAGAIN, errno.EINTR, errno.ECONNREFUSED):
+                return []
+            raise OSError(number, os.strerror(number))
+        lengths, ends = ((self._messages[:count, column] & _LOW).tolist() for column in (7, 5))
+        rows = [
+            (nbytes, name.tobytes(), control.tobytes()[:end])
+            for nbytes, name, control, end in zip(lengths, self._names, self._control, ends, strict=False)
+        ]
+        return [self._arrival(list(numbers), *row) for row, numbers in groupby(range(count), rows.__getitem__)]
+
+    def _arrival(self, rows: list[int], nbytes: int, name: bytes, control: bytes) -> Arrival:
+        each, at = nbytes, 0
+        while at + _CONTROL.size <= len(control):
+            size, level, kind, value = _CONTROL.unpack_from(control, at)
+            if (level, kind) == (_SOL_UDP, _UDP_GRO):
+                each = value
+            elif (level, kind) == (socket.SOL_SOCKET, _SO_RXQ_OVFL):
+                self.dropped = value
+            at += max(16, (size + 7) & ~7)
+        _, port, host = _NAME.unpack_from(name)
+        return Arrival(self._memory[rows[0] : rows[-1] + 1], nbytes, each, (socket.inet_ntoa(host), port))
 
 
 class Outlet:
-    """Sends datagrams of one size with one call, where the kernel can. Safe to use from several threads."""
+    """Sends datagrams of one size, many with one call. Not thread-safe, but for `say`."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.segments = _has_segments()
+    def __init__(self, sock: socket.socket, each: int) -> None:
+        self._sock, self._each = sock, each
+        self.segments = _has_segments()  #: whether the kernel cuts what it is given into datagrams
+        self._name = np.zeros(_NAME_BYTES, np.uint8)
+        self._control = np.frombuffer(_SEGMENT.pack(18, _SOL_UDP, _UDP_SEGMENT, each), np.uint8)
 
-    def batch(self, each: int) -> int:
-        """How many datagrams of this size go out at once."""
-        return max(1, min(MOST_DATAGRAMS, MOST_BYTES // each))
+    def say(self, data: bytes, target: tuple[str, int]) -> None:
+        """One datagram."""
+        self._sock.sendto(data, target)
 
-    def send(self, data: memoryview | bytes, each: int, target: tuple[str, int]) -> None:
-        """Datagrams of `each` bytes; the last may be shorter."""
-        if len(data) <= each:
-            self._sock.sendto(data, target)
-        elif self.segments:
-            self._sock.sendmsg([data], [(_SOL_UDP, _UDP_SEGMENT, struct.pack("H", each))], 0, target)
-        else:
-            for at in range(0, len(data), each):
-                self._sock.sendto(data[at : at + each], target)
+    def send(self, data: Bytes, target: tuple[str, int]) -> None:
+        """Datagrams, one behind the other; the last may be shorter."""
+        most = self._each * (max(1, min(MOST_DATAGRAMS, MOST_BYTES // self._each)) if self.segments else 1)
+        starts = np.arange(0, len(data), most, dtype=np.uint64)
+        places = np.empty((len(starts), 2), np.uint64)
+        places[:, 0], places[:, 1] = starts + np.uint64(data.ctypes.data), most
+        places[-1, 1] = len(data) - int(starts[-1])
+        self._name[:8] = np.frombuffer(_NAME.pack(_FAMILY, target[1], socket.inet_aton(target[0])), np.uint8)
+        messages = np.zeros((len(starts), _MESSAGE_WORDS), np.uint64)
+        messages[:, 0], messages[:, 1] = self._name.ctypes.data, _NAME_BYTES
+        messages[:, 2], messages[:, 3] = _addresses(places), 1
+        if self.segments:
+            messages[:, 4], messages[:, 5] = self._control.ctypes.data, len(self._control)
+        at, fd, left = messages.ctypes.data, self._sock.fileno(), len(messages)
+        while left:
+            count = _sendmmsg(fd, at, left, 0)
+            if count < 0:
+                if (number := ctypes.get_errno()) == errno.EINTR:
+                    continue
+                raise OSError(number, os.strerror(number))
+            at, left = at + count * 8 * _MESSAGE_WORDS, left - count
+
+
+def _addresses(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Where each row begins."""
+    first, step = rows.ctypes.data, rows.strides[0]
+    return np.array([first + number * step for number in range(len(rows))], np.uint64)
 
 
 def _has_segments() -> bool:
@@ -132,17 +199,25 @@ def join(group: str, port: int, address: str) -> socket.socket:
 
 
 def sender(address: str, ttl: int) -> socket.socket:
-    """A socket bound to `address` that sends to groups by the interface with that address, `ttl` hops far."""
+    """A socket bound to `address` that sends to groups by the interface with that address, `ttl` hops far.
+
+    To others on this host as well, until `skip_own_host`.
+    """
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         sock.bind((address, 0))
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, ttl)
-        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)  # others on this host
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
     except OSError as error:
         sock.close()
         raise UsageError(f"cannot send from {address} by UDP: {error.strerror or error}") from None
     return sock
+
+
+def skip_own_host(sock: socket.socket) -> None:
+    """Send to other hosts only, which takes less time."""
+    sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 0)
 
 
 def enlarge(sock: socket.socket, nbytes: int = BUFFER_BYTES) -> int:

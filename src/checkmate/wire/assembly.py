@@ -60,7 +60,8 @@ class Assembly:
         number, width = rows.shape
         start, size, ends = first * self.size, self.size, first + number == pieces
         stop = start + (number - 1) * size + width
-        if have.all() or stop > len(self._areas[area]):
+        new: int = number - int(np.count_nonzero(have))
+        if not new or stop > len(self._areas[area]):
             return 0
         if width == size:
             self._areas[area][start:stop].reshape(number, size)[:] = rows
@@ -70,7 +71,6 @@ class Assembly:
             return 0
         if ends:
             self.lengths[area] = stop
-        new: int = number - int(np.count_nonzero(have))
         have[:] = True
         return new
 

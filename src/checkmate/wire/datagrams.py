@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,11 +26,13 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from ..errors import ProtocolError, UsageError
 
+Bytes = npt.NDArray[np.uint8]
+
 MAGIC = b"CKMD"
 VERSION = 1
 _HEADER = struct.Struct("<4sBBHQQHHHH")
 DATAGRAM_HEADER_BYTES = _HEADER.size  # 32
-#: The same for many datagrams at once.
+#: The same for many datagrams at once. All numbers are little-endian, as are the machines that this runs on.
 COLUMNS = np.dtype(
     [("fixed", "V16"), ("number", "<u8"), ("first", "<u2"), ("total", "<u2"), ("tables", "<u2"), ("size", "<u2")]
 )
@@ -74,14 +76,16 @@ class Datagram(NamedTuple):
         return _HEADER.pack(MAGIC, VERSION, *self)
 
 
+_WHATS = {what.value: what for what in What}
+
+
 def decode(data: bytes | bytearray | memoryview) -> Datagram | None:
     """The header of a datagram; None for what is none of ours."""
     if len(data) < DATAGRAM_HEADER_BYTES:
         return None
-    magic, version, what, *rest = _HEADER.unpack_from(data)
-    if magic != MAGIC or version != VERSION or not What.DATA <= what <= What.ECHO:
-        return None
-    return Datagram(What(what), *rest)
+    magic, version, number, *rest = _HEADER.unpack_from(data)
+    what = _WHATS.get(number)
+    return None if what is None or magic != MAGIC or version != VERSION else Datagram(what, *rest)
 
 
 def piece_bytes(mtu: int) -> int:
@@ -171,7 +175,7 @@ class Pieces(NamedTuple):
     total: int
     tables: int
     size: int
-    rows: list[npt.NDArray[np.uint8]]  #: each two-dimensional, one row per piece; of several, the last may be shorter
+    rows: list[Bytes]  #: each two-dimensional, one row per piece; of several, the last may be shorter
 
     @property
     def stop(self) -> int:
@@ -179,73 +183,82 @@ class Pieces(NamedTuple):
 
 
 class Packer:
-    """Writes pieces as datagrams, one behind the other, `batch` at most; the kernel, or whoever sends, cuts them."""
+    """Writes pieces of a sender as datagrams, `most` at once, one behind the other: who sends them cuts them.
 
-    def __init__(self, sender: int, session: int, size: int, batch: int) -> None:
-        self.each = DATAGRAM_HEADER_BYTES + size
-        self._size = size
-        self._memory = np.zeros((batch, self.each), np.uint8)
-        self._flat = self._memory.reshape(-1)
-        head = np.frombuffer(Datagram(What.DATA, sender, session, size=size).encode(), np.uint8)
-        self._memory[:, :DATAGRAM_HEADER_BYTES] = head
-        self._heads = self._memory[:, :DATAGRAM_HEADER_BYTES].view(COLUMNS)[:, 0]
-        self._counting = np.arange(batch, dtype=np.uint16)
+    That is a copy. To name header and piece to the kernel, each for itself, takes longer.
+    """
 
-    def pack(self, data: npt.NDArray[np.uint8], number: int, first: int, total: int, tables: int) -> memoryview:
-        """Pieces ``first, …`` of a message, which are `data`; valid until the next call."""
+    def __init__(self, sender: int, session: int, size: int, most: int) -> None:
+        self._size, self._each = size, DATAGRAM_HEADER_BYTES + size
+        self._rows = np.zeros((most, self._each), np.uint8)
+        self._flat = self._rows.reshape(-1)
+        head = Datagram(What.DATA, sender, session, size=size).encode()
+        self._rows[:, :DATAGRAM_HEADER_BYTES] = np.frombuffer(head, np.uint8)
+        self._heads = self._rows[:, :DATAGRAM_HEADER_BYTES].view(COLUMNS)[:, 0]
+        self._counting = np.arange(most, dtype=np.uint16)
+
+    def pack(self, data: Bytes, number: int, first: int, total: int, tables: int) -> Bytes:
+        """Pieces ``first, …`` of a message, which are `data`. Valid until the next call."""
         whole, rest = divmod(len(data), self._size)
         pieces = whole + bool(rest)
         heads = self._heads[:pieces]
         heads["number"], heads["total"], heads["tables"] = number, total, tables
         np.add(self._counting[:pieces], first, out=heads["first"], casting="unsafe")
-        self._memory[:whole, DATAGRAM_HEADER_BYTES:] = data[: whole * self._size].reshape(whole, self._size)
-        end = whole * self.each
+        self._rows[:whole, DATAGRAM_HEADER_BYTES:] = data[: whole * self._size].reshape(whole, self._size)
+        end = whole * self._each
         if rest:
             end += DATAGRAM_HEADER_BYTES + rest
             self._flat[end - rest : end] = data[whole * self._size :]
-        return memoryview(self._flat[:end])  # type: ignore[arg-type]
+        return self._flat[:end]
 
 
-def split(data: npt.NDArray[np.uint8], each: int) -> Iterator[tuple[Datagram, Pieces | memoryview]]:
-    """What is in datagrams of `each` bytes that the kernel has joined into one; the last may be shorter.
+def split(data: Bytes, nbytes: int, each: int) -> Iterator[tuple[Datagram, Pieces | memoryview]]:
+    """What is in datagrams of `each` bytes, of which the kernel has joined `nbytes` in each row of `data`.
 
-    All are of one sender, which is not to say that none is missing between them. Pieces that follow each other come
-    together, any other datagram alone, as its bytes. What is none of ours is left out.
+    The last of a row may be shorter. All are of one sender, which is not to say that none is missing between them.
+    Pieces that follow each other come together, any other datagram alone, as its bytes. What is none of ours is left
+    out.
     """
-    whole, rest = divmod(len(data), each)
     if each < DATAGRAM_HEADER_BYTES:
         return
-    if rest < DATAGRAM_HEADER_BYTES:
-        rest = 0
-    rows = data[: whole * each].reshape(whole, each)
-    heads = np.empty(whole + bool(rest), COLUMNS)
-    raw = heads.view(np.uint8).reshape(-1, DATAGRAM_HEADER_BYTES)
-    raw[:whole] = rows[:, :DATAGRAM_HEADER_BYTES]
-    if rest:
-        raw[whole:] = data[whole * each : whole * each + DATAGRAM_HEADER_BYTES]
-    starts = _starts(heads)
-    for start, stop in zip(starts, [*starts[1:], len(heads)], strict=True):
-        head = decode(memoryview(raw[start]))
+    whole, rest = divmod(nbytes, each)
+    per = whole + (rest >= DATAGRAM_HEADER_BYTES)
+    total = len(data) * per
+    if not total:
+        return
+    heads = np.ndarray((len(data), per, 4), np.uint64, data, 0, (data.strides[0], each, 8)).tobytes()
+    for start, stop in _runs(heads, total):
+        head = decode(heads[start * DATAGRAM_HEADER_BYTES : (start + 1) * DATAGRAM_HEADER_BYTES])
         if head is None:
             continue
-        if head.what is not What.DATA:
-            yield head, memoryview(data[start * each : min(stop * each, len(data))])  # type: ignore[arg-type]
+        if head.what is What.DATA:
+            yield head, Pieces(*head[3:], list(_rows(data, nbytes, each, per, start, stop)))
             continue
-        found = [rows[start : min(stop, whole), DATAGRAM_HEADER_BYTES:]]
-        if stop > whole:
-            found.append(data[whole * each + DATAGRAM_HEADER_BYTES :][None])
-        yield head, Pieces(*head[3:], [r for r in found if len(r)])
+        for row, at in (divmod(number, per) for number in range(start, stop)):
+            yield head, memoryview(data[row, at * each : min((at + 1) * each, nbytes)])  # type: ignore[arg-type]
 
 
-def _starts(heads: npt.NDArray[np.void]) -> Sequence[int]:
-    """Where a datagram is not the piece after the piece before it."""
-    if len(heads) == 1:
-        return (0,)
-    index = heads["first"]
-    raw = heads.view(np.uint8).reshape(-1, DATAGRAM_HEADER_BYTES)
-    same = (
-        (index[1:] == index[:-1] + 1) & (raw[1:, :24] == raw[:-1, :24]).all(1) & (raw[1:, 26:] == raw[:-1, 26:]).all(1)
-    )
-    if same.all():
-        return (0,)
-    return [0, *(np.flatnonzero(~same) + 1).tolist()]
+def _rows(data: Bytes, nbytes: int, each: int, per: int, start: int, stop: int) -> Iterator[Bytes]:
+    """What is behind the headers of datagrams ``[start, stop)``."""
+    whole = nbytes // each
+    for row in range(start // per, -(-stop // per)):
+        first, last = max(start - row * per, 0), min(stop - row * per, per)
+        if first < (end := min(last, whole)):
+            yield data[row, first * each : end * each].reshape(end - first, each)[:, DATAGRAM_HEADER_BYTES:]
+        if last > whole:
+            yield data[row, whole * each + DATAGRAM_HEADER_BYTES : nbytes][None]
+
+
+#: What headers of pieces that follow each other differ by, as four words each: `first` is in the last one's low bits.
+_COUNTING = np.zeros((2048, 4), np.uint64)
+_COUNTING[:, 3] = np.arange(len(_COUNTING))
+
+
+def _runs(heads: bytes, total: int) -> list[tuple[int, int]]:
+    """Which of these headers are of pieces that follow each other."""
+    words = np.frombuffer(heads, np.uint64).reshape(total, 4)
+    if total == 1 or (words[0] + _COUNTING[:total]).tobytes() == heads:  # nearly always
+        return [(0, total)]
+    alike = ((words[1:] - words[:-1]) == _COUNTING[1]).all(1)
+    ends = [*(np.flatnonzero(~alike) + 1).tolist(), total]
+    return list(zip([0, *ends], ends, strict=False))

@@ -1,6 +1,6 @@
 """Reliable multicast of messages to a few peers that all need them. Sans-I/O: time is an argument.
 
-    Sender     put() ─▶ next() says what goes out: pieces to all, pieces to one, a question to all or to one
+    Sender     put() ─▶ next() says what goes out: pieces to all, pieces to one, a question to all
     Receiver   expect() says where a message belongs, take() puts pieces there, answer() says what is missing
 
 The sender asks, every half window and whenever it has no more to send; each peer answers once, with everything that it
@@ -49,9 +49,11 @@ class Burst(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Ask one peer or all (None): what is here of the messages before `number`, and of the `first` pieces of that?"""
+    """Ask all: what is here of the messages before `number`, and of the `first` pieces of that?
 
-    to: int | None
+    It goes to the group as the pieces do, and so is behind them; what was sent to one peer alone it may overtake.
+    """
+
     serial: int
     number: int
     first: int
@@ -72,14 +74,10 @@ class Outgoing:
         self.lacking: dict[int, npt.NDArray[np.bool_]] = {}  #: by peer: what it misses and is to be sent again
         self.lacked = (0.0, 0)  #: since when, and said in answer to which question
 
-    def bytes_of(self, first: int, stop: int) -> tuple[Bytes, int]:
-        """The bytes of these pieces, and how many pieces of full size they are."""
+    def bytes_of(self, first: int, stop: int) -> Bytes:
+        """What is in these pieces."""
         area, base = (0, 0) if first < self.tables else (1, self.tables)
-        found = self.areas[area][(first - base) * self.size : (stop - base) * self.size]
-        return found, len(found) // self.size
-
-    def nbytes(self, first: int, stop: int) -> int:
-        return len(self.bytes_of(first, stop)[0])
+        return self.areas[area][(first - base) * self.size : (stop - base) * self.size]
 
 
 class _Peer:
@@ -117,6 +115,7 @@ class Sender:
         self._patience_s = SOONEST_S
         self._usual_s = SOONEST_S / 2
         self._repairs: deque[Burst] = deque()
+        self._lackings = False  #: whether peers miss what is not among those yet
         self._rate = rate_bytes_s
         self._allowed, self._allowed_at = float(BURST_BYTES), 0.0
 
@@ -156,10 +155,10 @@ class Sender:
                     return self._burst(self._repairs.popleft(), again=True)
                 return self._burst(self._next_pieces(now), again=False)
             if self._since:
-                return self._ask(None, now)
+                return self._ask(now)
         if now >= self._again_at and self._asked:
             self._patience_s = min(2 * self._patience_s, LATEST_S)
-            return self._ask_again(now)
+            return self._ask(now)
         return None
 
     def due(self, now: float) -> float:
@@ -224,31 +223,21 @@ class Sender:
 
     def _burst(self, burst: Burst, again: bool) -> Burst:
         burst.message.serials[burst.first : burst.stop] = self._serial + 1
-        nbytes = burst.message.nbytes(burst.first, burst.stop)
+        nbytes = len(burst.message.bytes_of(burst.first, burst.stop))
         self._since += nbytes
         self.in_flight += nbytes
         self._allowed -= nbytes
         self.resent_bytes += nbytes if again else 0
         return burst
 
-    def _ask(self, to: int | None, now: float) -> Question:
+    def _ask(self, now: float) -> Question:
         self._serial += 1
         self._asked[self._serial] = self._since, now
         self._since = 0
         self._again_at = now + self._patience_s
         if self._fresh and self._fresh[0].sent:
-            return Question(to, self._serial, self._fresh[0].number, self._fresh[0].sent)
-        return Question(to, self._serial, self._fresh[0].number if self._fresh else self._numbers, 0)
-
-    def _ask_again(self, now: float) -> Question:
-        silent = [rank for rank, peer in self._peers.items() if peer.answered < self._serial]
-        if self._since or len(silent) != 1:
-            return self._ask(None, now)
-        question = self._ask(silent[0], now)
-        for rank, peer in self._peers.items():
-            if rank != silent[0]:
-                peer.answered = question.serial  # nothing has gone out since these answered
-        return question
+            return Question(self._serial, self._fresh[0].number, self._fresh[0].sent)
+        return Question(self._serial, self._fresh[0].number if self._fresh else self._numbers, 0)
 
     # ------------------------------------------------------------ what comes back
 
@@ -263,11 +252,16 @@ class Sender:
         lacking = message.lacking.setdefault(rank, np.zeros(message.count, np.bool_))[missing.first : stop]
         peer.lost_bytes += self.size * int(np.count_nonzero(told & ~lacking))
         lacking |= told
+        self._lackings = True
         if not message.lacked[1]:
             message.lacked = now, serial
 
     def _lacking(self) -> list[Outgoing]:
-        return [self._messages[number] for number in self._begun if self._messages[number].lacking]
+        if not self._lackings:
+            return []
+        found = [self._messages[number] for number in self._begun if self._messages[number].lacking]
+        self._lackings = bool(found)
+        return found
 
     def _find_repairs(self, now: float) -> None:
         """Turn what peers miss into pieces to send, once all have said what they miss."""
