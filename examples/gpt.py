@@ -189,7 +189,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--shadow", default="", metavar="ADDRESS", help="tcp://HOST:PORT; empty: train without Checkmate")
     # Not --run: torchrun looks at the script's options too, and takes it for its own --run-path.
     add("--name", default="gpt", help="what the shadow keeps this run under")
-    add("--tap", default="step", choices=("step", "mirror"), help="where the gradient is read; docs/network.md")
+    add(
+        "--tap",
+        default="step",
+        choices=("step", "mirror", "multicast"),
+        help="where the gradient is read; docs/network.md",
+    )
     add("--steps", type=int, default=1000)
     add("--batch", type=int, default=8, help="windows per rank and step")
     add("--context", type=int, default=64, help="bytes per window")

@@ -485,6 +485,7 @@ class Checkpointer:
             "trouble": (str(link.fatal) if link.fatal else link.trouble) if link else "",
             "bytes_sent": link.bytes_sent if link else 0,
             "bytes_tagged": self._mirror.collective.bytes_tagged if self._mirror else 0,
+            "bytes_resent": self._mirror.collective.bytes_resent if self._mirror else 0,
             "bytes_repaired": link.bytes_repaired if link else 0,
             "fallbacks": self._mirror.fallbacks if self._mirror else 0,
             "staging_bytes": self._pool.allocated_bytes,

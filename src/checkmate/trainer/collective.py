@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from xxhash import xxh3_64_intdigest as xxh3
 
+from ..errors import ProtocolError
 from ..tensors import bytes_of
 from ..wire.frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from ..wire.seal import TRAILER_BYTES, Seal
@@ -174,6 +175,11 @@ class Collective:
         self._threads.append(thread)
         thread.start()
 
+    @property
+    def bytes_resent(self) -> int:
+        """By multicast, for peers that missed it."""
+        return 0 if self._multicast is None else self._multicast.sender.resent_bytes
+
     # ------------------------------------------------------------ for the training thread
 
     def begin(self, bucket: torch.Tensor, plan: Plan, shard: memoryview, label: Label = UNLABELLED) -> Operation:
@@ -234,7 +240,11 @@ class Collective:
         self._disconnect()
 
     def close(self) -> None:
-        """`hang_up`, and wait for the threads."""
+        """`hang_up`, once no peer needs an answer any more, and wait for the threads."""
+        with self._lock:
+            in_order = self._multicast is not None and not (self._operations or self._error or self._closed)
+        if self._multicast is not None and in_order and os.getpid() == self._pid:
+            self._multicast.linger()
         self.hang_up()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -350,23 +360,33 @@ class Collective:
                 gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, table))
 
     def _gathered(self, operation: Operation, chunk: Chunk, other: int, table: bytearray) -> bool:
-        """A peer's sum is in the bucket. False: whoever sent it does not have the token."""
-        entry = len(table) // len(chunk.frames)
+        """A peer's sum is in the bucket. False: it is damaged, or whoever sent it does not have the token."""
+        entry, label = len(table) // len(chunk.frames), operation.label
         for number, cut in enumerate(chunk.frames):
             head = memoryview(table)[number * entry : (number + 1) * entry]
-            header = self._check_frame(head, cut, other)
             payload = operation.memory[cut.start : cut.stop]
-            seal = self._seal(operation.label)
-            if seal is not None and not seal.holds(header.rank, head[:HEADER_BYTES], payload, head[HEADER_BYTES:]):
+            try:
+                header, _ = decode_header(head)
+                if (seal := self._seal(label)) is None:
+                    self._check_frame(header, cut, other)
+            except ProtocolError:
+                return False
+            if (
+                seal is not None
+                and not (
+                    _is_of(header, cut)
+                    # What was sealed for another step anybody may send again.
+                    and (header.step, header.update, header.round) == (label.step, label.update, label.round)
+                    and seal.holds(header.rank, head[:HEADER_BYTES], payload, head[HEADER_BYTES:])
+                )
+            ):
                 return False
         self._finished(operation)
         return True
 
-    def _check_frame(self, head: memoryview, cut: Cut, other: int) -> Header:
-        header, _ = decode_header(head)
-        if (header.block, header.offset, header.length) != (cut.block, cut.offset, cut.stop - cut.start):
+    def _check_frame(self, header: Header, cut: Cut, other: int) -> None:
+        if not _is_of(header, cut):
             raise ConnectionError(f"rank {other} reduces another bucket than rank {self.rank}: {header}")
-        return header
 
     def _header(self, label: Label, block: int, offset: int, length: int, digest: int) -> bytes:
         header = Header(
@@ -443,7 +463,7 @@ class Collective:
             for chunk in operation.plan.chunks[other]:
                 for cut in chunk.frames:
                     _fill(sock, memoryview(head), other)
-                    self._check_frame(memoryview(head), cut, other)
+                    self._check_frame(decode_header(head)[0], cut, other)
                     _fill(sock, operation.memory[cut.start : cut.stop], other)
                     if trailer:
                         _fill(sock, trailer, other)
@@ -459,6 +479,10 @@ class Collective:
             left = 1.0 if oldest is None else oldest.began + self.timeout_s - time.monotonic()
             if left <= 0:
                 return self.fail(TimeoutError(f"no answer within the process group's timeout of {self.timeout_s:g} s"))
+
+
+def _is_of(header: Header, cut: Cut) -> bool:
+    return (header.block, header.offset, header.length) == (cut.block, cut.offset, cut.stop - cut.start)
 
 
 def _divides_last(world: int, dtype: torch.dtype) -> bool:

@@ -39,6 +39,8 @@ log = logging.getLogger("checkmate")
 #: Every peer echoes a probe within so long, if the network forwards the group at all.
 PROBE_S = 10.0
 _AGAIN_S = 0.05
+#: A rank that has done all goes on answering until nobody has asked for so long; a question comes again sooner.
+LINGER_S, MOST_LINGER_S = 0.3, 2.0
 #: Pieces that go out with one call.
 BATCH = 176
 _SERIAL = struct.Struct("<I")
@@ -82,6 +84,7 @@ class Gather:
         self._receiving = threading.RLock()
         self._echoed: set[int] = set()
         self._closed = self._told = False
+        self._asked_at = 0.0
         self.fail: Callable[[Exception], None] = lambda _: None
         self._threads = [
             threading.Thread(target=self._run, args=(work, *args), name=f"checkmate multicast {name}", daemon=True)
@@ -134,6 +137,12 @@ class Gather:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._echoed) == len(self._receivers), _AGAIN_S)
         return sorted(self._receivers.keys() - self._echoed)
+
+    def linger(self) -> None:
+        """Go on answering until nobody has asked for a while: a peer may wait for its last answer, which was lost."""
+        limit = time.monotonic() + MOST_LINGER_S
+        while not self._closed and (now := time.monotonic()) < min(limit, self._asked_at + LINGER_S):
+            time.sleep(min(0.01, self._asked_at + LINGER_S - now))
 
     def close(self) -> None:
         """End the threads. What is under way is lost."""
@@ -199,6 +208,7 @@ class Gather:
             with self._receiving:
                 self._receivers[peer].take(found)
         elif head.what is What.ASK and len(found) == DATAGRAM_HEADER_BYTES + _SERIAL.size:
+            self._asked_at = time.monotonic()
             (serial,) = _SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
             with self._receiving:
                 answer = self._receivers[peer].answer(serial, head.number, head.first)
