@@ -158,7 +158,7 @@ class Rank:
                 case Question(serial, number, first):
                     to = None
                     head = Datagram(What.ASK, self.number, SESSION, number, first)
-                    datagrams = [head.encode() + serial.to_bytes(4, "little")]
+                    datagrams = [head.encode() + serial.to_bytes(8, "little")]
             if to is None:
                 self.network.multicast(self.number, datagrams)
             else:

@@ -65,7 +65,7 @@ def test_what_is_no_datagram_of_ours_is_none(data: bytes) -> None:
 
 def test_an_answer_byte_by_byte() -> None:
     data = encode_answer(1, 2, Answer(7, 9, (Missing(9, 3, 5), Missing(10, 0, 1))))
-    assert data[DATAGRAM_HEADER_BYTES:-8].hex() == "07000000" "0900000000000000" "0300" "0500" "0a00000000000000" "0000" "0100"  # fmt: skip # noqa: E501
+    assert data[DATAGRAM_HEADER_BYTES:-8].hex() == "0700000000000000" "0900000000000000" "0300" "0500" "0a00000000000000" "0000" "0100"  # fmt: skip # noqa: E501
     head = decode(data)
     assert head is not None
     assert decode_answer(head, data) == Answer(7, 9, (Missing(9, 3, 5), Missing(10, 0, 1)))

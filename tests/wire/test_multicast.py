@@ -133,6 +133,18 @@ def test_what_one_misses_goes_to_it_alone_and_what_several_miss_to_all():
     assert isinstance(again[-1], Question)
 
 
+def test_what_is_repaired_is_not_sent_once_all_have_it():
+    one = sender(peers=(1, 2))
+    one.put(array(80), array(256 * 300), lambda: None)
+    question = sent(one, 1.0)[-1]
+    for peer in (1, 2):
+        one.heard(peer, Answer(question.serial, 0, tuple(Missing(0, n, n + 1) for n in range(1, 100, 2))), 1.001)
+    assert isinstance(one.next(1.002), Burst)
+    for peer in (1, 2):
+        one.heard(peer, Answer(question.serial, 1), 1.003)
+    assert sent(one, 1.003) == []
+
+
 def test_an_answer_to_an_old_question_repairs_nothing_twice():
     one = sender(peers=(1,))
     one.put(array(80), array(2560), lambda: None)

@@ -201,16 +201,21 @@ class Collective:
             self._begun[operation.number] = operation
             self._chunks.extend((operation, chunk) for chunk in operation.chunks)
             self._expected.put(operation)
-        if self._multicast is not None:
-            self._expect(operation, self._multicast)
         for step in range(1, self.world):
             other = (self.rank + step) % self.world
             buffers: list[Memory] = []
-            for start, stop, _ in plan.chunks[other]:
+            for chunk in plan.chunks[other]:
+                start, stop, _ = chunk
                 buffers += (
                     _PREFIX.pack(_SCATTER, operation.number, start, stop - start),
                     operation.memory[start:stop],
                 )
+                if self._multicast is not None and self._seal_for is None:
+                    self._expect(operation, chunk, other, self._multicast)
+                elif self._multicast is not None:  # before it is sent, nobody may write there what is not verified yet
+                    expect = partial(self._expect, operation, chunk, other, self._multicast)
+                    self._outbox[other].put(_Outgoing(buffers, sent=expect))
+                    buffers = []
             self._outbox[other].put(_Outgoing(buffers))
         self._begun_now.put(operation)
         return operation
@@ -350,14 +355,12 @@ class Collective:
             if (other := (self.rank + step) % self.world) != self._tagged_to:
                 self._outbox[other].put(_Outgoing([prefix, sums], operation))
 
-    def _expect(self, operation: Operation, gather: Gather) -> None:
-        """All other ranks' sums of a bucket, by multicast."""
+    def _expect(self, operation: Operation, chunk: Chunk, other: int, gather: Gather) -> None:
+        """Another rank's sum, by multicast."""
         entry = HEADER_BYTES + (TRAILER_BYTES if self._seal_for is not None else 0)
-        for other, chunks in enumerate(operation.plan.chunks):
-            for chunk in chunks if other != self.rank else ():
-                table = bytearray(entry * len(chunk.frames))
-                payload = operation.memory[chunk.start : chunk.stop]
-                gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, table))
+        table = bytearray(entry * len(chunk.frames))
+        payload = operation.memory[chunk.start : chunk.stop]
+        gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, table))
 
     def _gathered(self, operation: Operation, chunk: Chunk, other: int, table: bytearray) -> bool:
         """A peer's sum is in the bucket. False: it is damaged, or whoever sent it does not have the token."""
@@ -434,6 +437,8 @@ class Collective:
                     buffers[first] = memoryview(buffers[first])[count:]
             if message.operation is not None:
                 self._finished(message.operation)
+            if message.sent is not None:
+                message.sent()
 
     def _receive(self, sock: socket.socket, other: int) -> None:
         prefix, sequence = bytearray(_PREFIX.size), 0
@@ -502,6 +507,7 @@ class _Outgoing(NamedTuple):
 
     buffers: list[Memory]
     operation: Operation | None = None
+    sent: Callable[[], None] | None = None  #: called once it is
 
 
 def _fill(sock: socket.socket, target: memoryview, other: int) -> None:

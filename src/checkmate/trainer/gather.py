@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from ..transport.group import Inlet, Outlet, interface_of, link_bytes_per_s, onl
 from ..transport.tcp import not_in_children
 from ..wire.datagrams import (
     DATAGRAM_HEADER_BYTES,
+    SERIAL,
     Datagram,
     Packer,
     Pieces,
@@ -43,8 +43,8 @@ _AGAIN_S = 0.05
 LINGER_S, MOST_LINGER_S = 0.3, 2.0
 #: Pieces that go out with one call.
 BATCH = 176
-_SERIAL = struct.Struct("<I")
-_LATE_S = 3600.0
+#: So late at most a thread notices that all is closed.
+_LATE_S = 0.25
 
 Address = tuple[str, int]
 
@@ -80,7 +80,7 @@ class Gather:
             skip_own_host(alone)
         self._receivers = {peer: Receiver(self.size) for peer in peers}
         self._addresses = {peer: members[peer].address for peer in peers}
-        self._changed = threading.Condition()  # over the sender; a garbage collection may close us while it is held
+        self._changed = threading.Condition()  # over the sender
         self._receiving = threading.RLock()
         self._echoed: set[int] = set()
         self._closed = self._told = False
@@ -150,8 +150,9 @@ class Gather:
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
-        with self._changed:
+        if self._changed.acquire(blocking=False):  # its holder may be waiting for whom this garbage collection stopped
             self._changed.notify_all()
+            self._changed.release()
 
     def wait_closed(self) -> None:
         for thread in self._threads:
@@ -184,7 +185,7 @@ class Gather:
                     self._try(self._outlet.send, packed, where)
                 case Question(serial, number, first):
                     head = Datagram(What.ASK, self.rank, self._session, number, first)
-                    self._try(self._outlet.say, head.encode() + _SERIAL.pack(serial), self.group)
+                    self._try(self._outlet.say, head.encode() + SERIAL.pack(serial), self.group)
 
     def _try(self, send: Callable[..., None], *what: Any) -> None:
         try:
@@ -207,9 +208,9 @@ class Gather:
         if isinstance(found, Pieces):
             with self._receiving:
                 self._receivers[peer].take(found)
-        elif head.what is What.ASK and len(found) == DATAGRAM_HEADER_BYTES + _SERIAL.size:
+        elif head.what is What.ASK and len(found) == DATAGRAM_HEADER_BYTES + SERIAL.size:
             self._asked_at = time.monotonic()
-            (serial,) = _SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
+            (serial,) = SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
             with self._receiving:
                 answer = self._receivers[peer].answer(serial, head.number, head.first)
             self._try(self._outlet.say, encode_answer(self.rank, self._session, answer), self._addresses[peer])

@@ -118,7 +118,7 @@ class Answer(NamedTuple):
     missing: tuple[Missing, ...] = ()
 
 
-_ANSWER, _MISSING = struct.Struct("<I"), struct.Struct("<QHH")
+SERIAL, _MISSING = struct.Struct("<Q"), struct.Struct("<QHH")
 _SUM = struct.Struct("<Q")
 #: Ranges in one answer. If more is missing, the rest is said next time.
 MOST_MISSING = 96
@@ -126,18 +126,18 @@ MOST_MISSING = 96
 
 def encode_answer(sender: int, session: int, answer: Answer) -> bytes:
     head = Datagram(What.ACK, sender, session, answer.number, total=len(answer.missing)).encode()
-    body = head + _ANSWER.pack(answer.serial) + b"".join(_MISSING.pack(*missing) for missing in answer.missing)
+    body = head + SERIAL.pack(answer.serial) + b"".join(_MISSING.pack(*missing) for missing in answer.missing)
     return body + _SUM.pack(xxh3(body))
 
 
 def decode_answer(head: Datagram, data: bytes | memoryview) -> Answer:
     """Raises ProtocolError for one that is damaged."""
-    at = DATAGRAM_HEADER_BYTES + _ANSWER.size
+    at = DATAGRAM_HEADER_BYTES + SERIAL.size
     end = at + head.total * _MISSING.size
     if head.total > MOST_MISSING or len(data) != end + _SUM.size or _SUM.unpack_from(data, end)[0] != xxh3(data[:end]):
         raise ProtocolError("an acknowledgement is damaged")
     missing = tuple(Missing(*row) for row in _MISSING.iter_unpack(data[at:end]))
-    return Answer(_ANSWER.unpack_from(data, DATAGRAM_HEADER_BYTES)[0], head.number, missing)
+    return Answer(SERIAL.unpack_from(data, DATAGRAM_HEADER_BYTES)[0], head.number, missing)
 
 
 # ---------------------------------------------------------------- which group

@@ -70,7 +70,7 @@ class Outgoing:
         self.began = 0.0  #: when its first piece went out
         self.sent = 0
         self.owed: set[int] = set()  #: peers that do not have all of it
-        self.serials = np.zeros(self.count, np.uint32)  #: of the first question after each piece
+        self.serials = np.zeros(self.count, np.uint64)  #: of the first question after each piece
         self.lacking: dict[int, npt.NDArray[np.bool_]] = {}  #: by peer: what it misses and is to be sent again
         self.lacked = (0.0, 0)  #: since when, and said in answer to which question
 
@@ -149,6 +149,8 @@ class Sender:
             self._allowed, self._allowed_at = min(BURST_BYTES, self._allowed + gained), now
         if self._rate is None or self._allowed > 0:
             self._find_repairs(now)
+            while self._repairs and self._repairs[0].message.number not in self._messages:
+                self._repairs.popleft()  # they have it by now, and its memory may be used otherwise
             more = bool(self._repairs) or (bool(self._fresh) and self._within_span())
             if more and self.in_flight < self.window_bytes and self._since < max(1, self.window_bytes // 2):
                 if self._repairs:
