@@ -27,7 +27,7 @@ log = logging.getLogger("checkmate.shadow")
 
 #: What the kernel keeps for us while we look elsewhere. It doubles that.
 QUEUE_BYTES = 64 << 20
-_COUNTS = ("pieces", "payload_bytes", "duplicates", "unfit", "holes", "frames", "bad_frames", "torn_frames")
+_COUNTS = ("pieces", "duplicates", "unfit", "holes", "frames", "bad_frames", "torn_frames")
 
 
 class Listening:

@@ -110,7 +110,8 @@ class Inlet:
             (nbytes, name.tobytes(), control.tobytes()[:end])
             for nbytes, name, control, end in zip(lengths, self._names, self._control, ends, strict=False)
         ]
-        return [self._arrival(list(numbers), *row) for row, numbers in groupby(range(count), rows.__getitem__)]
+        groups = groupby(range(count), rows.__getitem__)
+        return [self._arrival(list(numbers), *row) for row, numbers in groups if row[0]]
 
     def _arrival(self, rows: list[int], nbytes: int, name: bytes, control: bytes) -> Arrival:
         each, at = nbytes, 0

@@ -107,7 +107,6 @@ class Messages:
     def __init__(self, take: Take, trailer_bytes: int = 0) -> None:
         self.take = take
         self.pieces = 0
-        self.payload_bytes = 0  #: of pieces, each once
         self.duplicates = 0  #: pieces that were here, or came too late
         self.unfit = 0  #: pieces of no message that there can be
         self.holes = 0  #: messages that were given up with pieces missing
@@ -133,7 +132,6 @@ class Messages:
         assembly = found[0]
         new = assembly.put(pieces)
         self.pieces += new
-        self.payload_bytes += sum(map(len, (rows.reshape(-1) for rows in pieces.rows))) if new else 0
         self.duplicates += count - new
         if new:
             self._moved[number] = now
