@@ -52,8 +52,8 @@ _FAMILY = struct.pack("=H", socket.AF_INET)
 _MESSAGE_WORDS = 8
 _MSG_WAITFORONE = 0x10000
 _LOW = np.uint64(0xFFFFFFFF)
-#: Taken from the kernel at once: what stays in the cache until it is looked at.
-AT_ONCE = 8
+#: Taken from the kernel with one call. More calls cost more than what falls out of the cache meanwhile.
+AT_ONCE = 16
 #: The longest that the kernel joins.
 MOST_JOINED_BYTES = 1 << 16
 #: The longest that a receiver waits at a time.

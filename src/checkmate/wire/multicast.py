@@ -124,6 +124,11 @@ class Sender:
         """Whether everything that was put is with every peer."""
         return not self._messages
 
+    @property
+    def more(self) -> bool:
+        """Whether there is something to send, now or when the window allows."""
+        return bool(self._fresh or self._repairs or self._lackings)
+
     def put(self, table: Bytes, payload: Bytes, done: Callable[[], None]) -> None:
         """Send this message after all others. `done` is called by `heard`, once every peer has it."""
         message = Outgoing(self._numbers, table, payload, self.size, done)
