@@ -77,15 +77,22 @@ class TestNetwork:
             "delivery: 2 workers × 1 MB: TCP payload captured",
             "delivery: 2 workers × 1 MB: repaired",
             "loss: 5 % of 2 workers × 1 MB: tensors that differ, of 16 compared",
+            "multicast-egress: 2 workers × 1 MB: at the port of each that has joined, of a gradient",
         ):
             assert figures[name]["holds"], figures[name]
         assert figures["loss: 5 % of 2 workers × 1 MB: repaired"]["value"] > 0
         assert {name.partition(":")[0] for name in figures} == {
-            "egress", "delivery", "collective", "overhead", "loss", "capture"
+            "egress", "delivery", "collective", "overhead", "loss", "capture", "multicast-egress",
+            "multicast-collective", "multicast-goodput", "multicast-overhead",
         }  # fmt: skip
         targets = {figure["name"]: figure["target"] for figure in figures.values() if figure["target"]}
         assert targets["egress: 2 workers × 1 MB: 3 ports differ by"] == "≤ 0.1"
         assert targets["collective: 2 ranks × 1 MB: ours by Gloo, div_ and all_reduce"] == "≤ 1.05"
+        assert targets["multicast-egress: 2 workers × 1 MB: 3 ports differ by"] == "≤ 0.1"
+        ours = "multicast-collective: 2 ranks × 1 MB, MTU 1500: by multicast by Gloo, div_ and all_reduce"
+        assert targets[ours] == "≤ 1"
+        assert targets["multicast-goodput: 1 to 1: share of the raw rate"] == "≥ 0.8"
+        assert targets["multicast-overhead: ratio 3 joined, stopped, by bare, median"] == "≤ 1.005"
 
     def test_part_that_is_not_there_is_wrong_usage(self) -> None:
         result = CliRunner().invoke(app, ["bench", "network", "--only", "nothing"])

@@ -70,7 +70,11 @@ def network(
     quick: Annotated[bool, typer.Option("--quick", help="Small and few: to see that it runs.")] = False,
     only: Annotated[
         str | None,
-        typer.Option(metavar="PART", help="egress, delivery, collective, overhead, loss or capture; by default all."),
+        typer.Option(
+            metavar="PART",
+            help="egress, delivery, collective, overhead, loss, capture, multicast-egress, multicast-collective, "
+            "multicast-goodput or multicast-overhead; by default all.",
+        ),
     ] = None,
     rate: Annotated[str, typer.Option(metavar="RATE", help="Of links, where delivery limits them.")] = "400mbit",
     as_json: AsJson = False,

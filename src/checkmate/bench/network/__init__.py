@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from ...errors import UsageError
 from ..common import Figure, Outcome
 from .capture import capture
-from .collective import collective
+from .collective import collective, multicast_collective
 from .delivery import delivery
-from .egress import egress
+from .egress import egress, multicast_egress
+from .goodput import multicast_goodput
 from .loss import loss
-from .overhead import overhead
+from .overhead import multicast_overhead, overhead
 
 #: Each gets whether to be quick, and the rate of links where one is limited.
 Part = Callable[[bool, str], Iterator[Figure]]
@@ -27,6 +28,10 @@ PARTS: dict[str, Part] = {
     "overhead": overhead,
     "loss": loss,
     "capture": capture,
+    "multicast-egress": multicast_egress,
+    "multicast-collective": multicast_collective,
+    "multicast-goodput": multicast_goodput,
+    "multicast-overhead": multicast_overhead,
 }
 
 

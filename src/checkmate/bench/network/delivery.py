@@ -37,7 +37,7 @@ def delivery(quick: bool, rate: str) -> Iterator[Figure]:
 
 def _whole(lab: Lab, listening: LabShadow, ranks: Crew, nbytes: int, count: int) -> Iterator[Figure]:
     name = f"delivery: {len(lab.workers)} workers × {nbytes / 1e6:g} MB: "
-    ranks.call("make", NAME, nbytes, 0.0, listening.address)
+    ranks.call("make", NAME, nbytes, "mirror", 0.0, listening.address)
     captured, run = listening.capture(), listening.status(run_of(NAME, nbytes))
     copied = nft.read(lab.cluster).counted
     _, links = during(lab, lambda: ranks.call("steps", NAME, count))
@@ -64,7 +64,7 @@ def _limited(
 ) -> Iterator[Figure]:  # fmt: skip
     name = f"delivery: {len(lab.workers)} workers × {nbytes / 1e6:g} MB, links of {rate}: "
     limit = bytes_per_s(rate)
-    ranks.call("make", NAME, nbytes, 0.0, listening.address)
+    ranks.call("make", NAME, nbytes, "mirror", 0.0, listening.address)
     copied = sum(nbytes for _, nbytes in nft.read(lab.cluster).counted.values())
     with sampled() as samples:
         taken, links = during(lab, lambda: ranks.call("steps", NAME, count))

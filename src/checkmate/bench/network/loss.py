@@ -22,7 +22,7 @@ def loss(quick: bool, rate: str) -> Iterator[Figure]:
     nbytes, compute_s, count, pairs = (1_000_000, 0.05, 4, 1) if quick else (20_000_000, 0.5, 8, 5)
     for percent in PERCENTS[-1:] if quick else PERCENTS:
         with Lab(2, 1, offloads=False) as lab, shadow(lab, idle=True) as listening, crew(lab, Rank) as ranks:
-            ranks.call("make", "attached", nbytes, compute_s, listening.address, "degrade")
+            ranks.call("make", "attached", nbytes, "mirror", compute_s, listening.address, "degrade")
             ratios: list[float] = []
             repaired = 0
             for number in range(pairs):

@@ -19,10 +19,13 @@ from ...lab.plan import DATA
 from ...recovery import Reader
 from ...tensors import bytes_of
 from ...trainer.mirror import collective_alone
+from ...trainer.multicast import Group
+from ...wire.datagrams import GROUPS
 from ..common import TIMEOUT_S, BenchmarkFailed
 from ..overhead import AdamW
 
 OnLag = Literal["degrade", "block"]
+Tap = Literal["mirror", "multicast"]
 #: The largest parameter of a model.
 BLOCK_BYTES = 4 << 20
 #: A shadow may lag by so many steps before any is given up, each with its part.
@@ -76,12 +79,15 @@ class Taken:
     tagged_bytes: int = 0
     repaired_bytes: int = 0
     sent_bytes: int = 0  #: to the shadow: parts, and repairs
+    resent_bytes: int = 0  #: to peers that have missed them, by multicast
 
 
 class Loop:
     """A training loop with our collective, attached to a shadow or not. Making one is a collective."""
 
-    def __init__(self, nbytes: int, compute_s: float, address: str | None, run: str, on_lag: OnLag, lr: float) -> None:
+    def __init__(
+        self, nbytes: int, tap: Tap, compute_s: float, address: str | None, run: str, on_lag: OnLag, lr: float
+    ) -> None:  # fmt: skip
         self.ddp = DistributedDataParallel(Emulated(nbytes, compute_s), gradient_as_bucket_view=True)
         params = list(self.ddp.parameters())
         self.optimizer: torch.optim.Optimizer = (
@@ -90,12 +96,15 @@ class Loop:
         self.checkpointer = None
         self._numbers = 0
         if address is None:  # our collective, and nobody who is told of it
-            self._mirror = collective_alone(self.ddp, self.optimizer, DATA[0])
+            group = Group(GROUPS, run, 1) if tap == "multicast" else None
+            self._mirror = collective_alone(self.ddp, self.optimizer, DATA[0], group)
         else:
             self.checkpointer = checkmate.attach(
-                self.ddp, self.optimizer, shadow=address, run=run, tap="mirror", interface=DATA[0], on_lag=on_lag,
+                self.ddp, self.optimizer, shadow=address, run=run, tap=tap, interface=DATA[0], on_lag=on_lag,
                 staging_bytes=STAGED_STEPS * (nbytes // dist.get_world_size() + STAGED_PARTS_BYTES),
             )  # fmt: skip
+            assert self.checkpointer._mirror is not None
+            self._mirror = self.checkpointer._mirror
             self.checkpointer.restore()
 
     def step(self) -> None:
@@ -108,17 +117,16 @@ class Loop:
             self.checkpointer.step()
 
     def stats(self) -> dict[str, Any]:
-        if self.checkpointer is None:
-            return {"bytes_tagged": self._mirror.collective.bytes_tagged, "bytes_repaired": 0, "bytes_sent": 0}
-        return self.checkpointer.stats()
+        collective = self._mirror.collective
+        gather = collective._multicast
+        stats = {"bytes_tagged": collective.bytes_tagged, "bytes_repaired": 0, "bytes_sent": 0}
+        stats |= {} if self.checkpointer is None else self.checkpointer.stats()
+        return {**stats, "bytes_resent": 0 if gather is None else gather.sender.resent_bytes}
 
     def close(self) -> None:
         if self.checkpointer is not None:
             self.checkpointer.close()
-            assert self.checkpointer._mirror is not None
-            self.checkpointer._mirror.collective.close()
-        else:
-            self._mirror.collective.close()
+        self._mirror.collective.close()
 
 
 class Rank:
@@ -129,14 +137,14 @@ class Rank:
         self._loops: dict[str, Loop] = {}
 
     def make(
-        self, name: str, nbytes: int, compute_s: float = 0.0, address: str | None = None, on_lag: OnLag = "block",
-        lr: float = 1e-3,
+        self, name: str, nbytes: int, tap: Tap, compute_s: float = 0.0, address: str | None = None,
+        on_lag: OnLag = "block", lr: float = 1e-3,
     ) -> None:  # fmt: skip
         """Without compute the shadow would fall behind for good, were it not waited for.
 
         Without a learning rate the optimizer is emulated as well.
         """
-        self._loops[name] = Loop(nbytes, compute_s, address, run_of(name, nbytes), on_lag, lr)
+        self._loops[name] = Loop(nbytes, tap, compute_s, address, run_of(name, nbytes), on_lag, lr)
         self.steps(name, 2)  # DDP lays out its buckets anew after the first
 
     def drop(self) -> None:
@@ -160,6 +168,7 @@ class Rank:
         taken.tagged_bytes = stats["bytes_tagged"] - before["bytes_tagged"]
         taken.repaired_bytes = stats["bytes_repaired"] - before["bytes_repaired"]
         taken.sent_bytes = stats["bytes_sent"] - before["bytes_sent"]
+        taken.resent_bytes = stats["bytes_resent"] - before["bytes_resent"]
         if loop.checkpointer is not None and (stats["gaps"] or stats["differences"] or stats["fallbacks"]):
             raise BenchmarkFailed(f"the shadow does not hold what the workers have: {stats}")
         return taken
