@@ -17,10 +17,10 @@ from .pool import Pool
 
 
 class Shadow(Daemon):
-    """`address` is where it listens. As root, it captures what the ranks send each other over loopback."""
+    """`address` is where it listens. It joins their groups on loopback and, as root, captures what ranks send there."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        super().__init__(limits, capture="lo" if os.geteuid() == 0 else None)
+        super().__init__(limits, capture="lo" if os.geteuid() == 0 else None, multicast="lo")
         listener = listen(Address("127.0.0.1", 0))
         self.address = str(Address(*listener.getsockname()[:2]))
         threading.Thread(target=self.serve, args=(listener,), daemon=True).start()

@@ -103,7 +103,7 @@ class Job:
             self.ckpt = checkmate.attach(
                 self.model, self.optimizers, shadow=shadow, run=run, stateful=self.stateful, tap=self.case.tap
             )
-        elif self.case.tap == "mirror":
+        elif self.case.tap != "step":
             self.model.register_comm_hook(None, average_in_rank_order)
         self.case.attached(self)
         if self.ckpt is not None:

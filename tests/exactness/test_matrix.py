@@ -25,6 +25,10 @@ def test_resumed_training_has_the_bits_of_uninterrupted_training(pool: Pool, sha
         assert found["matters"], "the case does not do what it is about"
         assert [case.drift in reason for reason in found["drift"]] == [True] * bool(case.drift)
         assert not found["problems"], f"rank {rank}:\n" + "\n".join(found["problems"][:20])
+    if case.tap == "multicast":
+        run = shadow.runs[name]
+        print(f"{run.overheard_bytes} bytes overheard, {run.repaired_bytes} repaired")
+        assert run.overheard_bytes > 9 * run.repaired_bytes
     fqn = flip_a_bit(shadow, name, case.seed)
     for found in pool.call(case.ranks, resume, name, shadow.address):
         assert paths(found) == [f"model/{fqn}"]

@@ -1,6 +1,7 @@
 """The network tap in the hands of users: what it refuses, what it bears, and what it does to gradients that change.
 
-Ranks are real processes. As root the shadow captures what they send each other; otherwise all of it is repaired.
+Ranks are real processes. As root the shadow captures what they send each other; otherwise all of that is repaired. What
+they multicast it hears in any case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from checkmate.trainer import mirror, peers
+from checkmate.trainer.multicast import Group
 from checkmate.trainer.recorder import Recorder
+from checkmate.wire.datagrams import GROUPS
 
 from .compare import differences
 from .conftest import Shadow
@@ -32,6 +35,8 @@ from .pool import Pool
 pytestmark = pytest.mark.processes
 
 WIDTH = 40
+#: Both ways by which the network brings gradients.
+by_tap = pytest.mark.parametrize("tap", ["mirror", "multicast"])
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -113,7 +118,7 @@ def check(found: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ what is refused
 
 
-def refused(rank: int, shadow: str, what: str) -> tuple[str, str]:
+def refused(rank: int, shadow: str, what: str, tap: str = "mirror") -> tuple[str, str]:
     inner: nn.Module = net()
     model: nn.Module = inner if what == "bare" else DistributedDataParallel(inner)
     if what == "parts":
@@ -128,7 +133,7 @@ def refused(rank: int, shadow: str, what: str) -> tuple[str, str]:
     options = {"interface": "nope0"} if what == "interface" and rank else {}
     try:
         checkmate.attach(
-            model, optim.SGD(inner.parameters(), lr=0.1), shadow=shadow, run=f"refused {what}", tap="mirror",
+            model, optim.SGD(inner.parameters(), lr=0.1), shadow=shadow, run=f"refused {what}", tap=tap,
             **options,  # type: ignore[arg-type]
         ).close()  # fmt: skip
     except checkmate.CheckmateError as error:
@@ -145,22 +150,23 @@ def averaging(_, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annota
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("bare", ["tap='mirror'", "wrap the whole model"]),
-        ("parts", ["tap='mirror'", "wrap the whole model"]),
+        ("bare", ["the network tap", "wrap the whole model"]),
+        ("parts", ["the network tap", "wrap the whole model"]),
         ("hook", ["communication hook already (averaging)", "register none"]),
         ("sparse", ["sparse gradients", "sparse=False"]),
         ("interface", ["nope0", "lo"]),
     ],
 )
+@by_tap
 def test_refused_on_every_rank_with_a_reason_and_a_remedy(
-    pool: Pool, shadow: Shadow, what: str, words: list[str]
+    pool: Pool, shadow: Shadow, what: str, words: list[str], tap: str
 ) -> None:
-    for _, text in pool.call(2, refused, shadow.address, what):
+    for _, text in pool.call(2, refused, shadow.address, what, tap):
         assert [word for word in words if word not in text] == [], text
     assert f"refused {what}" not in shadow.runs
 
 
-def attach_fails(rank: int, shadow: str) -> tuple[str, bool]:
+def attach_fails(rank: int, shadow: str, tap: str) -> tuple[str, bool]:
     """One rank cannot connect; then training goes on as if nobody had asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "CONNECT_S", 1.0)
@@ -168,7 +174,7 @@ def attach_fails(rank: int, shadow: str) -> tuple[str, bool]:
             patch.setattr(peers, "_connect", unreachable)
         model = DistributedDataParallel(net())
         try:
-            checkmate.attach(model, optim.SGD(model.parameters(), lr=0.1), shadow=shadow, run="fails", tap="mirror")
+            checkmate.attach(model, optim.SGD(model.parameters(), lr=0.1), shadow=shadow, run="fails", tap=tap)
         except checkmate.CheckmateError as error:
             text = str(error)
     gc.collect()
@@ -183,8 +189,9 @@ def unreachable(*_: object) -> Any:
     raise checkmate.Unreachable("cannot connect to a peer at nowhere")
 
 
-def test_attach_that_fails_on_one_rank_leaves_ddp_as_it_was(pool: Pool, shadow: Shadow) -> None:
-    for text, untouched in pool.call(2, attach_fails, shadow.address):
+@by_tap
+def test_attach_that_fails_on_one_rank_leaves_ddp_as_it_was(pool: Pool, shadow: Shadow, tap: str) -> None:
+    for text, untouched in pool.call(2, attach_fails, shadow.address, tap):
         assert re.search("nowhere|not every peer has connected|cannot connect", text)
         assert untouched
 
@@ -205,9 +212,10 @@ def test_group_that_does_not_hold_all_replicas_is_refused(pool: Pool, shadow: Sh
         assert f"averages over ranks {mine}, but ranks [0, 1, 2, 3] hold the same parameters" in text
 
 
-def test_nothing_is_refused_without_reason(pool: Pool, shadow: Shadow) -> None:
+@by_tap
+def test_nothing_is_refused_without_reason(pool: Pool, shadow: Shadow, tap: str) -> None:
     """The negative control."""
-    assert pool.call(2, refused, shadow.address, "nothing") == [("", "")] * 2
+    assert pool.call(2, refused, shadow.address, "nothing", tap) == [("", "")] * 2
 
 
 @pytest.mark.parametrize(
@@ -218,6 +226,15 @@ def test_nothing_is_refused_without_reason(pool: Pool, shadow: Shadow) -> None:
         ({"dscp": "43"}, "no str for dscp"),
         ({"interface": 5}, "no int for interface"),
         ({"tap": "tap"}, "tap='tap' is not available"),
+        ({"ttl": 0}, "ttl=0: it is 1 to 255"),
+        ({"ttl": 256}, "ttl=256: it is 1 to 255"),
+        ({"ttl": "1"}, "no str for ttl"),
+        ({"groups": 239}, "no int for groups"),
+        ({"groups": "239.77.0.0/33"}, "write a range such as 239.77.0.0/24"),
+        ({"groups": "239.77.0.1/24"}, "has host bits set; write a range such as 239.77.0.0/24"),
+        ({"groups": "10.77.0.0/24"}, "are no multicast addresses; those are in 224.0.0.0/4"),
+        ({"groups": "224.0.0.0/24"}, "switches send 224.0.0.0/24 to everybody"),
+        ({"groups": "ff02::/16"}, "write a range such as 239.77.0.0/24"),
     ],
 )
 def test_wrong_argument_is_named(options: dict[str, Any], match: str) -> None:
@@ -297,7 +314,7 @@ def test_one_rank_alone_uses_the_step_tap(pool: Pool, shadow: Shadow) -> None:
     assert pool.call(1, alone, shadow.address) == [([], 0, 3)]
 
 
-def in_groups(rank: int, shadow: str) -> Any:
+def in_groups(rank: int, shadow: str, tap: str) -> Any:
     """Ranks 0 and 2 are the replicas of one stage, rank 1 is another by itself, with or without a wrapper."""
     found = []
     both, other = dist.new_group([0, 2]), dist.new_group([1])
@@ -318,8 +335,8 @@ def in_groups(rank: int, shadow: str) -> Any:
         if rank != 1 or wrapped:
             model = DistributedDataParallel(model, process_group=other if rank == 1 else both)
         optimizer = optim.AdamW(layer.parameters(), lr=0.1)
-        run = f"groups {wrapped}"
-        with checkmate.attach(model, optimizer, shadow=shadow, run=run, tap="mirror", fresh=True) as ckpt:
+        run = f"groups {wrapped} {tap}"
+        with checkmate.attach(model, optimizer, shadow=shadow, run=run, tap=tap, fresh=True) as ckpt:  # type: ignore[arg-type]
             ckpt.restore()
             for step in range(4):
                 optimizer.zero_grad()
@@ -335,8 +352,9 @@ def in_groups(rank: int, shadow: str) -> Any:
     return found
 
 
-def test_ranks_outside_the_group_send_as_with_the_step_tap(pool: Pool, shadow: Shadow) -> None:
-    for rank, found in enumerate(pool.call(3, in_groups, shadow.address)):
+@by_tap
+def test_ranks_outside_the_group_send_as_with_the_step_tap(pool: Pool, shadow: Shadow, tap: str) -> None:
+    for rank, found in enumerate(pool.call(3, in_groups, shadow.address, tap)):
         for differing, fallbacks, tagged, reports in found:
             assert (differing, fallbacks, tagged) == ([], 0, rank != 1)
             assert [kind for kind in reports if kind != "note"] == []
@@ -345,8 +363,8 @@ def test_ranks_outside_the_group_send_as_with_the_step_tap(pool: Pool, shadow: S
 # ------------------------------------------------------------------------------ close, forget, attach again
 
 
-def closed(rank: int, shadow: str) -> Any:
-    made = Run(rank, shadow, "closed").train(3)
+def closed(rank: int, shadow: str, tap: str) -> Any:
+    made = Run(rank, shadow, f"closed {tap}", tap=tap).train(3)
     made.ckpt.close()
     before = [p.detach().clone() for p in made.net.parameters()]
     made.backward()  # training goes on, on all ranks with the same gradient
@@ -356,7 +374,7 @@ def closed(rank: int, shadow: str) -> Any:
     dist.all_gather_object(gathered, grads)
     same = all(torch.equal(a, b) for theirs in gathered for a, b in zip(grads, theirs, strict=True))
     old = made.ckpt._mirror
-    made.ckpt = checkmate.attach(made.model, made.optimizer, shadow=shadow, run="closed", tap="mirror")
+    made.ckpt = checkmate.attach(made.model, made.optimizer, shadow=shadow, run=f"closed {tap}", tap=tap)  # type: ignore[arg-type]
     step = made.ckpt.restore()
     back = differences(before, [p.detach() for p in made.net.parameters()])
     made.step = step
@@ -366,13 +384,14 @@ def closed(rank: int, shadow: str) -> Any:
     return {"same": same, "step": step, "back": back, "found": found, "old": old.collective._closed}
 
 
-def test_training_goes_on_after_close_and_the_model_can_be_attached_again(pool: Pool, shadow: Shadow) -> None:
-    for told in pool.call(2, closed, shadow.address):
+@by_tap
+def test_training_goes_on_after_close_and_the_model_can_be_attached_again(pool: Pool, shadow: Shadow, tap: str) -> None:
+    for told in pool.call(2, closed, shadow.address, tap):
         assert (told["same"], told["step"], told["back"], told["old"]) == (True, 3, [], True)
         assert check(told["found"])["bytes_tagged"] > 0
 
 
-def forgotten(rank: int, shadow: str) -> tuple[list[str], int]:
+def forgotten(rank: int, shadow: str, tap: str) -> tuple[list[str], int]:
     def ours() -> list[str]:
         return sorted(t.name for t in threading.enumerate() if t.name.startswith("checkmate"))
 
@@ -383,7 +402,7 @@ def forgotten(rank: int, shadow: str) -> tuple[list[str], int]:
     gc.collect()
     dist.barrier()
     threads, open_before = ours(), sockets()
-    made: Run | None = Run(rank, shadow, "forgotten").train(2)
+    made: Run | None = Run(rank, shadow, "forgotten", tap=tap).train(2)
     during = len(ours())
     del made
     deadline = time.monotonic() + 20
@@ -392,11 +411,12 @@ def forgotten(rank: int, shadow: str) -> tuple[list[str], int]:
         time.sleep(0.02)
     assert during > len(threads) + 5
     dist.barrier()
-    return [name for name in ours() if name not in threads], sockets() - open_before
+    return [name for name in ours() if name not in threads], max(0, sockets() - open_before)  # some ended of others
 
 
-def test_forgotten_model_ends_its_connections_and_threads(pool: Pool, shadow: Shadow) -> None:
-    assert pool.call(2, forgotten, shadow.address) == [([], 0)] * 2
+@by_tap
+def test_forgotten_model_ends_its_connections_and_threads(pool: Pool, shadow: Shadow, tap: str) -> None:
+    assert pool.call(2, forgotten, shadow.address, tap) == [([], 0)] * 2
 
 
 # ------------------------------------------------------------------------------ gradients that change
@@ -455,9 +475,10 @@ def strided(rank: int, shadow: str, as_views: bool) -> Any:
     return found
 
 
-def summed_alone(rank: int) -> tuple[bool, bool, int]:
+def summed_alone(rank: int, tap: str) -> tuple[bool, bool, int]:
     model = DistributedDataParallel(net())
-    alone = mirror.collective_alone(model, optim.SGD(model.parameters(), lr=0.1))
+    group = Group(GROUPS, "alone", 1) if tap == "multicast" else None
+    alone = mirror.collective_alone(model, optim.SGD(model.parameters(), lr=0.1), multicast=group)
     made = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(3)]
     each = []
     for x in made:
@@ -473,8 +494,9 @@ def summed_alone(rank: int) -> tuple[bool, bool, int]:
     return same[0], same[1], alone.collective.bytes_tagged
 
 
-def test_collective_without_a_checkpointer_sums_as_with_one(pool: Pool) -> None:
-    for same, otherwise, tagged in pool.call(3, summed_alone):
+@by_tap
+def test_collective_without_a_checkpointer_sums_as_with_one(pool: Pool, tap: str) -> None:
+    for same, otherwise, tagged in pool.call(3, summed_alone, tap):
         assert same
         assert not otherwise  # the negative control
         assert tagged > 0
@@ -510,9 +532,9 @@ def test_weights_in_channels_last_order(pool: Pool, shadow: Shadow, as_views: bo
 # ------------------------------------------------------------------------------ no room, and a shadow that is slow
 
 
-def starved(rank: int, shadow: str, flags: str) -> Any:
+def starved(rank: int, shadow: str, tap: str, flags: str) -> Any:
     with Warnings() as warnings:
-        made = Run(rank, shadow, "starved", staging_bytes=1)
+        made = Run(rank, shadow, f"starved {tap}", staging_bytes=1, tap=tap)
         for _ in range(3):  # slowly, or there is no room already
             before = made.ckpt.stats()["bytes_tagged"]
             made.train().ckpt.wait(timeout=60)
@@ -540,21 +562,22 @@ def starved(rank: int, shadow: str, flags: str) -> Any:
     return found, each, during["bytes_tagged"] - tagged, during, warnings.found
 
 
+@by_tap
 def test_where_staging_is_full_there_is_a_gap_and_then_it_is_whole_again(
-    pool: Pool, shadow: Shadow, tmp_path: Path
+    pool: Pool, shadow: Shadow, tmp_path: Path, tap: str
 ) -> None:
     def hold() -> None:
         """Acknowledge nothing meanwhile."""
         while not (tmp_path / "ready").exists():
             time.sleep(0.005)
-        with shadow.runs["starved"].changed:
+        with shadow.runs[f"starved {tap}"].changed:
             (tmp_path / "held").touch()
             while not (tmp_path / "done").exists():
                 time.sleep(0.005)
 
     holding = threading.Thread(target=hold)
     holding.start()
-    answers = pool.call(2, starved, shadow.address, str(tmp_path))
+    answers = pool.call(2, starved, shadow.address, tap, str(tmp_path))
     holding.join()
     for found, each, tagged, during, warnings in answers:
         assert during["gaps"] == 1
@@ -564,15 +587,16 @@ def test_where_staging_is_full_there_is_a_gap_and_then_it_is_whole_again(
         assert not [text for text in warnings if "another gradient" in text]  # memory was short, no gradient changed
 
 
-def test_the_recorder_is_asked_for_pieces_only_where_they_are_needed(pool: Pool, shadow: Shadow) -> None:
+@by_tap
+def test_the_recorder_is_asked_for_pieces_only_where_they_are_needed(pool: Pool, shadow: Shadow, tap: str) -> None:
     """What is claimed is not staged: memory for it would be copied for nothing."""
     assert "claim" in Recorder.before.__code__.co_names
-    for staged in pool.call(2, staging, shadow.address):
+    for staged in pool.call(2, staging, shadow.address, tap):
         assert staged == [0, 0, 0]
 
 
-def staging(rank: int, shadow: str) -> list[int]:
-    made = Run(rank, shadow, "staging")
+def staging(rank: int, shadow: str, tap: str) -> list[int]:
+    made = Run(rank, shadow, "staging", tap=tap)
     counts: list[int] = []
     stage = Recorder._stage
 

@@ -48,11 +48,12 @@ def test_stages_go_on_with_the_bits_of_a_run_that_nobody_disturbed(
             assert (rank, step, differences(states[step], resumed[step])) == (rank, step, [])
 
 
+@pytest.mark.parametrize("tap", ["mirror", "multicast"])
 @pytest.mark.parametrize("replicas", [(2, 2), (1, 2)], ids=name)
-def test_stages_whose_gradients_the_network_copies(pool: Pool, shadow: Shadow, replicas: Replicas) -> None:
-    run = f"stages {name(replicas)}, mirrored"
+def test_stages_whose_gradients_the_network_brings(pool: Pool, shadow: Shadow, replicas: Replicas, tap: str) -> None:
+    run = f"stages {name(replicas)}, {tap}"
     expected = pool.call(sum(replicas), whole, replicas)
-    found = pool.call(sum(replicas), cut_off, replicas, shadow.address, run, (1, 3, 4), "", "mirror")
+    found = pool.call(sum(replicas), cut_off, replicas, shadow.address, run, (1, 3, 4), "", tap)
     for rank, (states, (resumed, drift)) in enumerate(zip(expected, found, strict=True)):
         assert drift == []
         for step in range(STEPS + 1):

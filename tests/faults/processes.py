@@ -31,7 +31,7 @@ import checkmate
 import checkmate.recovery
 import checkmate.trainer.checkpointer
 from checkmate import cli
-from checkmate.shadow import capture, members, replay
+from checkmate.shadow import capture, listening, members, replay
 from checkmate.shadow import run as run_module
 from checkmate.trainer import recorder, rendezvous
 from checkmate.trainer.model import describe
@@ -100,10 +100,11 @@ def reference(steps: int, width: int) -> None:
 
 
 def command(args: list[str], lease_s: float | None = None, loss: tuple[float, int] | None = None) -> None:
-    """``checkmate`` with these arguments. `loss`: the part of captured packets that is lost, and a seed."""
+    """``checkmate`` with these arguments. `loss`: the part of packets that is lost before it hears them, and a seed."""
     if loss is not None:
-        chance, receive = random.Random(loss[1]), capture._Batch.receive
+        chance, receive, split = random.Random(loss[1]), capture._Batch.receive, listening.split
         capture._Batch.receive = lambda batch: [0 if chance.random() < loss[0] else n for n in receive(batch)]
+        listening.split = lambda *data: (found for found in split(*data) if chance.random() >= loss[0])
     if lease_s is not None:
         members.LEASE_S = run_module.LEASE_S = lease_s
         run_module.GRACE_S = run_module.DRAIN_S = lease_s / 2

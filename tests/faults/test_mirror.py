@@ -1,6 +1,7 @@
-"""Faults of a run over the network tap: of the shadow, of workers, of the network that copies, and forged packets.
+"""Faults of a run over the network tap: of the shadow, of workers, of the network, and forged packets.
 
-Two ranks see the same data, so that training equals that of one rank. As root, the shadow captures on loopback.
+Two ranks see the same data, so that training equals that of one rank. As root, the shadow captures on loopback what is
+mirrored; what is multicast there, it joins.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.wire.packet_makers import packet
 
 pytestmark = pytest.mark.processes
 
-RUN = {"step_s": 0.01, "tap": "mirror"}
+RUN = {"step_s": 0.01}
 DSCP = 43
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -40,13 +41,22 @@ def needs_capture(test: F) -> F:
     return test
 
 
-def shadow_of(lab: Lab, *args: str, **options: Any) -> Shadow:
-    return lab.shadow(*(("--capture", "lo") if os.geteuid() == 0 else ()), *args, **options)
+by_tap = pytest.mark.parametrize("tap", ["mirror", "multicast"])
+#: Where the shadow must hear something.
+by_tap_heard = pytest.mark.parametrize("tap", [pytest.param("mirror", marks=requires_network), "multicast"])
 
 
-def start(lab: Lab, store: Path, address: str, ranks: int = 2, run: str = "r", **options: Any) -> list[Trainer]:
+def shadow_of(lab: Lab, tap: str, *args: str, **options: Any) -> Shadow:
+    hears = ("--multicast", "lo") if tap == "multicast" else ("--capture", "lo") if os.geteuid() == 0 else ()
+    return lab.shadow(*hears, *args, **options)
+
+
+def start(
+    lab: Lab, store: Path, address: str, tap: str, ranks: int = 2, run: str = "r", **options: Any
+) -> list[Trainer]:
     """All ranks, training."""
-    trainers = [lab.trainer(address, run, world=(r, ranks, str(store)), **{**RUN, **options}) for r in range(ranks)]
+    options = {**RUN, "tap": tap, **options}
+    trainers = [lab.trainer(address, run, world=(r, ranks, str(store)), **options) for r in range(ranks)]
     for trainer in trainers:
         trainer.event("restored")
         trainer.tell("train 100000")
@@ -77,7 +87,7 @@ def audit(ranks: list[Trainer], room: bool = True) -> None:
 
 
 def tagged(rank: Trainer, after: int) -> set[int]:
-    """Bytes that left on the tagged connection, of each step from `after` on."""
+    """Bytes that left on the tagged connection, or by multicast, of each step from `after` on."""
     counts = [(e["step"], e["stats"]["bytes_tagged"]) for e in rank.steps if e["step"] >= after]
     return {now - then for (_, then), (_, now) in pairwise(counts)}
 
@@ -91,13 +101,13 @@ def status(lab: Lab, shadow: Shadow, *options: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ the shadow
 
 
-@needs_capture
+@by_tap_heard
 @pytest.mark.parametrize("staging", [None, SMALL], ids=["room for all", "room for some"])
 def test_stopped_shadow_costs_the_workers_nothing_and_is_whole_again(
-    lab: Lab, tmp_path: Path, staging: int | None
+    lab: Lab, tmp_path: Path, staging: int | None, tap: str
 ) -> None:
-    shadow = shadow_of(lab)
-    ranks = start(lab, tmp_path / "0", shadow.address, staging_bytes=staging)
+    shadow = shadow_of(lab, tap)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap, staging_bytes=staging)
     ranks[0].await_whole(60)
     before_at = ranks[0].last_step
     shadow.stop()
@@ -117,17 +127,18 @@ def test_stopped_shadow_costs_the_workers_nothing_and_is_whole_again(
             assert rank.steps[-1]["stats"]["gaps"] == 0
         assert rank.steps[-1]["stats"]["fallbacks"] <= (0 if staging is None else 10)
     assert (ranks[0].steps[-1]["stats"]["gaps"] > 0) == (staging is not None)
-    assert ranks[0].count("copied nothing") == 0
+    assert ranks[0].count("brought nothing") == 0
 
 
-def test_shadow_that_comes_back_empty_is_whole_again(lab: Lab, tmp_path: Path) -> None:
-    shadow = shadow_of(lab)
-    ranks = start(lab, tmp_path / "0", shadow.address)
+@by_tap
+def test_shadow_that_comes_back_empty_is_whole_again(lab: Lab, tmp_path: Path, tap: str) -> None:
+    shadow = shadow_of(lab, tap)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap)
     ranks[0].await_whole(20)
     shadow.kill()
     time.sleep(lab.random.uniform(0, 0.3))
     told = ranks[0].count("whole again")  # of the shadow that is gone, if it was behind
-    shadow = shadow_of(lab, port=shadow.port)
+    shadow = shadow_of(lab, tap, port=shadow.port)
     ranks[0].line("whole again", after=told)
     ranks[0].await_whole(ranks[0].last_step)
     audit(ranks)
@@ -136,11 +147,12 @@ def test_shadow_that_comes_back_empty_is_whole_again(lab: Lab, tmp_path: Path) -
         lab.check_steps(rank)
 
 
-def test_shadow_that_hears_nothing_gets_everything_as_repairs_and_says_so(lab: Lab, tmp_path: Path) -> None:
+@by_tap
+def test_shadow_that_hears_nothing_gets_everything_as_repairs_and_says_so(lab: Lab, tmp_path: Path, tap: str) -> None:
     shadow = lab.shadow()
-    ranks = start(lab, tmp_path / "0", shadow.address)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap)
     ranks[0].await_whole(30)
-    ranks[0].line("without --capture")
+    ranks[0].line("without --capture.*or without --multicast")
     audit(ranks)
     found = status(lab, shadow)["runs"][0]
     gradient = 4 * (48 * 96 + 96 + 96 * 48 + 48)
@@ -157,21 +169,24 @@ def silent() -> Iterator[str]:
     name = f"cmt{os.getpid()}"
     subprocess.run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"], check=True)
     subprocess.run(["ip", "link", "set", name, "up"], check=True)
+    subprocess.run(["ip", "address", "add", "192.0.2.77/32", "dev", name], check=True)
     yield name
     subprocess.run(["ip", "link", "delete", name], check=True)
 
 
 @needs_capture
-def test_shadow_to_which_the_network_copies_nothing_says_so(lab: Lab, tmp_path: Path, silent: str) -> None:
-    ranks = start(lab, tmp_path / "0", lab.shadow("--capture", silent).address)
-    ranks[0].line(r"copied nothing.*checkmate doctor")
+@by_tap
+def test_shadow_to_which_the_network_brings_nothing_says_so(lab: Lab, tmp_path: Path, silent: str, tap: str) -> None:
+    shadow = lab.shadow("--multicast" if tap == "multicast" else "--capture", silent)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap)
+    ranks[0].line(r"brought nothing.*checkmate doctor")
     audit(ranks)
 
 
-@needs_capture
-def test_what_the_network_loses_is_repaired(lab: Lab, tmp_path: Path) -> None:
-    shadow = shadow_of(lab, loss=(0.05, lab.random.randrange(1 << 32)))
-    ranks = start(lab, tmp_path / "0", shadow.address)
+@by_tap_heard
+def test_what_the_network_loses_is_repaired(lab: Lab, tmp_path: Path, tap: str) -> None:
+    shadow = shadow_of(lab, tap, loss=(0.05, lab.random.randrange(1 << 32)))
+    ranks = start(lab, tmp_path / "0", shadow.address, tap)
     ranks[0].await_whole(100)
     audit(ranks)
     found = status(lab, shadow)["runs"][0]
@@ -183,19 +198,20 @@ def test_what_the_network_loses_is_repaired(lab: Lab, tmp_path: Path) -> None:
     for rank in ranks:
         lab.check_steps(rank)
         assert rank.steps[-1]["stats"]["gaps"] == rank.steps[-1]["stats"]["fallbacks"] == 0
-        assert rank.count("copied nothing") == 0
+        assert rank.count("brought nothing") == 0
 
 
 # ------------------------------------------------------------------------------ the workers
 
 
+@by_tap
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_worker_that_is_gone_raises_in_every_other_within_the_timeout(
-    lab: Lab, tmp_path: Path, number: signal.Signals
+    lab: Lab, tmp_path: Path, number: signal.Signals, tap: str
 ) -> None:
     timeout_s = 3.0
-    shadow = shadow_of(lab)
-    ranks = start(lab, tmp_path / "0", shadow.address, 3, group_timeout_s=timeout_s, step_s=0.0, close_s=0.2)
+    shadow = shadow_of(lab, tap)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap, 3, group_timeout_s=timeout_s, step_s=0.0, close_s=0.2)
     ranks[0].await_whole(20, lag=20)
     time.sleep(lab.random.uniform(0, 0.05))
     victim = ranks.pop(lab.random.randrange(3))
@@ -205,14 +221,34 @@ def test_worker_that_is_gone_raises_in_every_other_within_the_timeout(
         assert rank.join() == 1, rank.transcript()
         # Some hear of it from another that has given up before them.
         assert rank.count("no answer within the process group's timeout|closed its connection|reset by peer|is over")
-    assert took < timeout_s + 1.0, f"{took:.1f} s"
+    assert took < (timeout_s if number is signal.SIGSTOP else 0.0) + 1.0, f"{took:.1f} s"
     assert number is signal.SIGKILL or took > timeout_s - 0.5
 
 
-def test_three_ranks_that_were_all_killed_go_on_with_the_same_bits(lab: Lab, tmp_path: Path) -> None:
-    shadow = shadow_of(lab)
+@by_tap
+def test_worker_that_stands_still_for_a_while_costs_that_while(lab: Lab, tmp_path: Path, tap: str) -> None:
+    shadow = shadow_of(lab, tap)
+    ranks = start(lab, tmp_path / "0", shadow.address, tap, group_timeout_s=6.0, step_s=0.0)
+    ranks[0].await_whole(20, lag=20)
+    for _ in range(3):
+        at = ranks[0].last_step
+        victim = lab.random.choice(ranks)
+        victim.signal(signal.SIGSTOP)
+        time.sleep(lab.random.uniform(0.5, 2.0))
+        assert ranks[0].last_step < at + 500
+        victim.signal(signal.SIGCONT)
+        ranks[0].await_step(ranks[0].last_step + 20)
+    audit(ranks)
+    for rank in ranks:
+        lab.check_steps(rank, slowest_s=3.0)
+        assert max(step["took"] for step in rank.steps) > 0.4
+
+
+@by_tap
+def test_three_ranks_that_were_all_killed_go_on_with_the_same_bits(lab: Lab, tmp_path: Path, tap: str) -> None:
+    shadow = shadow_of(lab, tap)
     stop = 120
-    undisturbed = start(lab, tmp_path / "whole", shadow.address, 3, "whole")
+    undisturbed = start(lab, tmp_path / "whole", shadow.address, tap, 3, "whole")
     settled = settle(undisturbed)
     assert settled < stop
     for rank in undisturbed:
@@ -224,7 +260,7 @@ def test_three_ranks_that_were_all_killed_go_on_with_the_same_bits(lab: Lab, tmp
     assert len(set(expected.values())) == len(expected)  # the negative control: steps differ
     claim, at = 0, 0
     for attempt in range(3):
-        ranks = start(lab, tmp_path / str(attempt), shadow.address, 3)
+        ranks = start(lab, tmp_path / str(attempt), shadow.address, tap, 3)
         restored = [rank.event("restored") for rank in ranks]
         first = restored[0]["step"]
         assert {e["step"] for e in restored} == {first}
@@ -287,8 +323,8 @@ def test_forged_and_foreign_packets_are_counted_and_change_nothing(lab: Lab, tmp
         (tmp_path / "token").write_text(token)
         (tmp_path / "token").chmod(0o600)
         options = ("--token-file", str(tmp_path / "token"))
-    shadow = shadow_of(lab, *options)
-    ranks = start(lab, tmp_path / "0", shadow.address, token=token)
+    shadow = shadow_of(lab, "mirror", *options)
+    ranks = start(lab, tmp_path / "0", shadow.address, "mirror", token=token)
     ranks[0].await_whole(30)
     before = status(lab, shadow, *options)
     chance = random.Random(lab.random.randrange(1 << 32))

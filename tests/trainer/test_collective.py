@@ -254,6 +254,17 @@ def test_ranks_that_reduce_different_buckets_are_told(make: Make) -> None:
     assert any("different bucket" in text or "another bucket" in text for text in errors), errors
 
 
+def test_ranks_that_label_their_frames_differently_reduce_all_the_same(make: Make) -> None:
+    """One has closed its Checkpointer, or has not heard of an epoch yet: no reason to stop training."""
+    ranks = make(3, seal=lambda incarnation: Seal(b"secret", "run", incarnation))
+    values = values_of(3, 300_003, torch.float32, SEED)
+    labels = [UNLABELLED, Label(bytes(15) + b"\1", 2, 7), Label(bytes(15) + b"\1", 3, 7)]
+    buckets = [value.clone() for value in values]
+    for operation in [begin(c, b, None, label) for c, b, label in zip(ranks, buckets, labels, strict=True)]:
+        done(operation)
+    assert all(torch.equal(bucket, average(values)) for bucket in buckets)
+
+
 def test_an_empty_bucket_is_done_at_once(make: Make) -> None:
     for collective in make(2):
         assert begin(collective, torch.empty(0)).done.done()

@@ -39,7 +39,7 @@ from xxhash import xxh3_64_intdigest as xxh3
 from ..errors import ProtocolError
 from ..tensors import bytes_of
 from ..wire.frames import HEADER_BYTES, Header, Kind, decode_header, encode_header
-from ..wire.seal import TRAILER_BYTES, Seal
+from ..wire.seal import TRAILER_BYTES, Seal, counter_of
 from .ending import call_at_exit
 from .gather import Gather
 from .shards import CHUNK_BYTES, Chunk, Cut, Plan
@@ -117,6 +117,9 @@ class Collective:
         self._seal_for = seal
         self._seals: dict[bytes, Seal] = {}
         self._sealed = 0  #: counts the trailers, for their nonces
+        #: What peers believe by multicast: whatever a frame says of itself, it is of this session, and has this number.
+        self._proof = None if seal is None or gather is None else seal(gather.session)
+        self._gone, self._coming = 0, [0] * self.world  #: messages by multicast, from here and from each rank
         self._lock = threading.RLock()  #: `hang_up` may come from a garbage collection, anywhere
         self._error: Exception | None = None
         self._closed = False
@@ -347,6 +350,9 @@ class Collective:
         sums = shard[chunk.start - first : chunk.stop - first]
         if self._multicast is not None:
             table = b"".join(header + trailer for header, _, trailer in frames)
+            if self._proof is not None:
+                table += self._proof.trailer(self.rank, self._gone, table, sums)
+            self._gone += 1
             self._multicast.put(table, sums, lambda: self._finished(operation))
             return
         self._tagged.put(_Outgoing([buffer for frame in frames for buffer in frame if buffer], operation))
@@ -357,38 +363,32 @@ class Collective:
 
     def _expect(self, operation: Operation, chunk: Chunk, other: int, gather: Gather) -> None:
         """Another rank's sum, by multicast."""
-        entry = HEADER_BYTES + (TRAILER_BYTES if self._seal_for is not None else 0)
-        table = bytearray(entry * len(chunk.frames))
+        entry, proof = (HEADER_BYTES, 0) if self._proof is None else (HEADER_BYTES + TRAILER_BYTES, TRAILER_BYTES)
+        table = bytearray(entry * len(chunk.frames) + proof)
         payload = operation.memory[chunk.start : chunk.stop]
-        gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, table))
+        number, self._coming[other] = self._coming[other], self._coming[other] + 1
+        gather.expect(other, table, payload, partial(self._gathered, operation, chunk, other, number, table, entry))
 
-    def _gathered(self, operation: Operation, chunk: Chunk, other: int, table: bytearray) -> bool:
+    def _gathered(
+        self, operation: Operation, chunk: Chunk, other: int, number: int, table: bytearray, entry: int
+    ) -> bool:
         """A peer's sum is in the bucket. False: it is damaged, or whoever sent it does not have the token."""
-        entry, label = len(table) // len(chunk.frames), operation.label
-        for number, cut in enumerate(chunk.frames):
-            head = memoryview(table)[number * entry : (number + 1) * entry]
-            payload = operation.memory[cut.start : cut.stop]
-            try:
-                header, _ = decode_header(head)
-                if (seal := self._seal(label)) is None:
-                    self._check_frame(header, cut, other)
-            except ProtocolError:
+        content = memoryview(table)[: entry * len(chunk.frames)]
+        if self._proof is not None:
+            proof, payload = table[len(content) :], operation.memory[chunk.start : chunk.stop]
+            if counter_of(proof) != number or not self._proof.holds(other, content, payload, proof):
                 return False
-            if (
-                seal is not None
-                and not (
-                    _is_of(header, cut)
-                    # What was sealed for another step anybody may send again.
-                    and (header.step, header.update, header.round) == (label.step, label.update, label.round)
-                    and seal.holds(header.rank, head[:HEADER_BYTES], payload, head[HEADER_BYTES:])
-                )
-            ):
-                return False
+        try:
+            for at, cut in zip(range(0, len(content), entry), chunk.frames, strict=True):
+                self._check_frame(content[at : at + HEADER_BYTES], cut, other)
+        except ProtocolError:
+            return False
         self._finished(operation)
         return True
 
-    def _check_frame(self, header: Header, cut: Cut, other: int) -> None:
-        if not _is_of(header, cut):
+    def _check_frame(self, head: memoryview, cut: Cut, other: int) -> None:
+        header, _ = decode_header(head)
+        if (header.block, header.offset, header.length) != (cut.block, cut.offset, cut.stop - cut.start):
             raise ConnectionError(f"rank {other} reduces another bucket than rank {self.rank}: {header}")
 
     def _header(self, label: Label, block: int, offset: int, length: int, digest: int) -> bytes:
@@ -401,18 +401,12 @@ class Collective:
     def _trailer(self, label: Label, header: bytes, payload: memoryview) -> bytes:
         if self._seal_for is None:
             return b""
-        if (seal := self._seal(label)) is None:
+        if label.incarnation == UNLABELLED.incarnation:  # of no attempt: there is no key of its own
             return bytes(TRAILER_BYTES)
-        self._sealed += 1
-        return seal.trailer(self._global_rank, self._sealed, header, payload)
-
-    def _seal(self, label: Label) -> Seal | None:
-        """None without a token, and for what is of no attempt: there is no key of its own."""
-        if self._seal_for is None or label.incarnation == UNLABELLED.incarnation:
-            return None
         if (seal := self._seals.get(label.incarnation)) is None:
             seal = self._seals[label.incarnation] = self._seal_for(label.incarnation)
-        return seal
+        self._sealed += 1
+        return seal.trailer(self._global_rank, self._sealed, header, payload)
 
     def _finished(self, operation: Operation) -> None:
         """One more chunk of the bucket holds its sum, or one more sum is sent."""
@@ -468,7 +462,7 @@ class Collective:
             for chunk in operation.plan.chunks[other]:
                 for cut in chunk.frames:
                     _fill(sock, memoryview(head), other)
-                    self._check_frame(decode_header(head)[0], cut, other)
+                    self._check_frame(memoryview(head), cut, other)
                     _fill(sock, operation.memory[cut.start : cut.stop], other)
                     if trailer:
                         _fill(sock, trailer, other)
@@ -484,10 +478,6 @@ class Collective:
             left = 1.0 if oldest is None else oldest.began + self.timeout_s - time.monotonic()
             if left <= 0:
                 return self.fail(TimeoutError(f"no answer within the process group's timeout of {self.timeout_s:g} s"))
-
-
-def _is_of(header: Header, cut: Cut) -> bool:
-    return (header.block, header.offset, header.length) == (cut.block, cut.offset, cut.stop - cut.start)
 
 
 def _divides_last(world: int, dtype: torch.dtype) -> bool:

@@ -105,6 +105,11 @@ class Gather:
         return self._outlet.segments
 
     @property
+    def session(self) -> bytes:
+        """16 bytes, as an incarnation's id, that no other group of ranks has had."""
+        return b"session\0" + self._session.to_bytes(8, "little")
+
+    @property
     def flow(self) -> Flow:
         """By which a shadow knows this rank's datagrams."""
         return Flow(*self._members[self.rank].address, *self.group, 0)

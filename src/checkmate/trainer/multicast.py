@@ -45,8 +45,10 @@ def join_group(group: dist.ProcessGroup, asked: Group, interface: str | None, ti
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     sockets: list[socket.socket] = []
+    gather: Gather | None = None
     try:
         mine: Member | str
+        name = ""
         try:
             check_ranks(world)
             name, address = group_of(asked.groups, asked.run), local_address(interface)
@@ -57,40 +59,40 @@ def join_group(group: dist.ProcessGroup, asked: Group, interface: str | None, ti
             mine = Member(sockets[1].getsockname(), mtu_of(interface_of(address)), room)
         except (OSError, CheckmateError) as error:  # the others must not wait for this rank
             mine = f"{error}"
-        told: list[Any] = _exchange((mine, secrets.randbits(64)), group)
-        for other, (member, _) in enumerate(told):
+        told: list[Any] = _exchange((mine, name, secrets.randbits(64)), group)
+        for other, (member, *_) in enumerate(told):
             if isinstance(member, str):
                 raise UsageError(f"rank {other} of the group cannot multicast: {member}")
-        members = [Member(*member) for member, _ in told]
-        gather = Gather(rank, members, told[0][1], (name, GROUP_PORT), sockets[0], sockets[1], timeout_s)
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    try:
-        deaf: list[list[int] | str] = _exchange(_probe(gather), group)
-        troubles = [f"rank {r} cannot send: {found}" for r, found in enumerate(deaf) if isinstance(found, str)]
-        troubles += [f"what rank {r} sends does not reach ranks {found}" for r, found in enumerate(deaf) if found]
-        if troubles:
+        if len(names := {name for _, name, _ in told}) > 1:
+            raise UsageError(f"the ranks have chosen different groups ({', '.join(sorted(names))}): groups= differs")
+        deaf: list[int] | str
+        try:
+            members = [Member(*member) for member, *_ in told]
+            gather = Gather(rank, members, told[0][2], (name, GROUP_PORT), sockets[0], sockets[1], timeout_s)
+            deaf = gather.probe()
+        except (OSError, CheckmateError) as error:
+            deaf = f"{error}"
+        troubles = [
+            f"rank {other} cannot send: {found}" if isinstance(found, str)
+            else f"what rank {other} sends does not reach ranks {found}"
+            for other, found in enumerate(_exchange(deaf, group)) if found
+        ]  # fmt: skip
+        if troubles or gather is None:
             raise Unreachable(
                 f"the network does not carry {name}:{GROUP_PORT} between all ranks: {'; '.join(troubles)}. Switches "
                 "must forward a group to whoever has joined it (IGMP snooping with a querier), routers need ttl=; "
                 "`checkmate doctor` finds where it is lost"
             )
     except BaseException:
-        gather.close()
-        gather.wait_closed()
+        if gather is not None:
+            gather.close()
+            gather.wait_closed()
+        for sock in sockets:
+            sock.close()
         raise
     how = "UDP_SEGMENT" if gather.segments else "plain datagrams: this kernel or network has no UDP_SEGMENT"
     log.info("checkmate: multicast to %s:%d in pieces of %d bytes (%s)", name, GROUP_PORT, gather.size, how)
     return gather
-
-
-def _probe(gather: Gather) -> list[int] | str:
-    try:
-        return gather.probe()
-    except OSError as error:
-        return f"{error.strerror or error}"
 
 
 def _exchange(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -5,7 +5,9 @@
     key       HKDF-SHA-256(token, salt: incarnation id, info: "checkmate seal", run name)
 
 GMAC is AES-GCM over associated data alone, many times faster than HMAC. A nonce must never come twice under one key:
-the key belongs to one incarnation, and each of its ranks counts all frames that it seals, on whatever connection.
+the key belongs to one incarnation, and each of its ranks counts all frames that it seals, on whatever connection. What
+peers send each other by multicast has one trailer more, for a whole message: its key is that of the session, as if it
+were an incarnation, and its counter the message's number.
 A frame that is replayed proves itself again, and says nothing that its receiver does not know.
 """
 
@@ -26,6 +28,10 @@ TRAILER_BYTES = _COUNTER.size + _TAG_BYTES  # 24
 _LABEL = b"checkmate seal\0"
 
 Bytes = bytes | bytearray | memoryview
+
+
+def counter_of(trailer: Bytes) -> int:
+    return int(_COUNTER.unpack_from(trailer)[0])
 
 
 class Seal:
