@@ -21,7 +21,7 @@ from checkmate.trainer.gather import Gather, Member
 from checkmate.trainer.peers import _connect, tagged_distance
 from checkmate.trainer.shards import NO_BLOCK, Place, Plan
 from checkmate.transport.group import enlarge, join, sender
-from checkmate.wire.datagrams import GROUP_PORT, group_of
+from checkmate.wire.datagrams import GROUP_PORT, What, group_of
 from checkmate.wire.frames import HEADER_BYTES, Header, decode_header
 from checkmate.wire.seal import TRAILER_BYTES, Seal
 
@@ -241,6 +241,59 @@ def test_a_peer_that_stops_ends_the_collective_within_the_timeout(make: Make) ->
         with pytest.raises((TimeoutError, ConnectionError, OSError)):
             done(operation)
     assert 0.9 < time.monotonic() - began < 3.0
+
+
+def test_a_rank_may_end_as_soon_as_it_has_done_all(make: Make) -> None:
+    for _ in range(5):
+        ranks = make(3)
+        values = values_of(3, 300_003, torch.float32, SEED)
+        buckets = [value.clone() for value in values]
+        operations = [begin(c, b) for c, b in zip(ranks, buckets, strict=True)]
+        failed: list[Exception] = []
+
+        def end(collective: Collective, operation: Operation, failed: list[Exception] = failed) -> None:
+            try:
+                done(operation)
+            except Exception as error:
+                failed.append(error)
+            collective.hang_up()
+
+        threads = [threading.Thread(target=end, args=pair) for pair in zip(ranks, operations, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TAKES_S)
+        assert not failed
+        assert all(torch.equal(bucket, average(values)) for bucket in buckets)
+
+
+def test_who_waits_for_its_last_answer_is_content_with_a_farewell(make: Make) -> None:
+    ranks = make(2)
+    if ranks[0]._multicast is None:
+        return
+    outlet, say = ranks[0]._multicast._outlet, ranks[0]._multicast._outlet.say
+    outlet.say = lambda data, target: None if data[5] == What.ASK else say(data, target)  # type: ignore[method-assign]
+    values = values_of(2, 300_003, torch.float32, SEED)
+    operations = [begin(c, v) for c, v in zip(ranks, values, strict=True)]
+    done(operations[1])
+    time.sleep(0.1)
+    assert not operations[0].done.done()  # it asks, and nobody hears it
+    ranks[1].close()
+    done(operations[0])
+    assert torch.equal(values[0], values[1])
+
+
+def test_who_goes_on_without_a_rank_that_has_ended_is_told_at_once(make: Make) -> None:
+    ranks = make(3, timeout_s=30.0)
+    values = values_of(3, 3003, torch.float32, SEED)
+    for operation in [begin(c, v) for c, v in zip(ranks, values, strict=True)]:
+        done(operation)
+    ranks[1].close()
+    began = time.monotonic()
+    for operation in [begin(ranks[0], values[0]), begin(ranks[2], values[2])]:
+        with pytest.raises(Exception, match=r"rank 1 has ended its collective|closed its connection|Broken pipe"):
+            done(operation)
+    assert time.monotonic() - began < 5
 
 
 def test_ranks_that_reduce_different_buckets_are_told(make: Make) -> None:

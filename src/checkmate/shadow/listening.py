@@ -58,7 +58,7 @@ class Listening:
                 self._before.update(group.counts())
             for where, senders in wanted.items():
                 if where in self._groups:
-                    self._groups[where].senders = senders
+                    self._before.update(self._groups[where].listen_to(senders))
                     continue
                 try:
                     sock = join(*where, self.address)
@@ -112,6 +112,14 @@ class _Group:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkmate multicast", daemon=True)
         self._thread.start()
+
+    def listen_to(self, senders: dict[tuple[str, int], Flow]) -> dict[str, int]:
+        """To these and no others; returns what was counted of those that are no more."""
+        self.senders = senders
+        streams, flows = self._streams, set(senders.values())
+        self._streams = {flow: stream for flow, stream in streams.items() if flow in flows}
+        gone = [stream for flow, stream in streams.items() if flow not in flows]
+        return {name: sum(getattr(stream, name) for stream in gone) for name in _COUNTS}
 
     def close(self) -> None:
         self._closed = True

@@ -53,6 +53,8 @@ AHEAD = 4
 #: Before each chunk on an untagged connection: what it is, the operation's number, first byte in the bucket, length.
 _PREFIX = struct.Struct("<4sQQI")
 _SCATTER, _GATHER = b"CKMs", b"CKMg"
+#: The last word of a rank that ends in good order, with the number of operations that it has done: all of each.
+_FAREWELL = b"CKMe"
 #: Buffers handed to one system call; Linux takes 1024.
 _IOV = 512
 
@@ -123,6 +125,8 @@ class Collective:
         self._lock = threading.RLock()  #: `hang_up` may come from a garbage collection, anywhere
         self._error: Exception | None = None
         self._closed = False
+        self._leaving = False  #: in good order; then who sends on a connection ends it
+        self._left: list[int] = []  #: peers that have
         self._operations: deque[Operation] = deque()  #: not finished yet, oldest first
         self._begun: dict[int, Operation] = {}
         self._numbers = 0
@@ -190,6 +194,8 @@ class Collective:
 
         `shard` is memory for this rank's sum.
         """
+        if self._left:
+            self.fail(_left(self._left[0]))
         with self._lock:
             copies = self.world - 1 if self._multicast is None else 1
             operation = Operation(self._numbers, bucket, plan, self.rank, label, shard, copies)
@@ -239,32 +245,46 @@ class Collective:
             _fail(operation, error)
 
     def hang_up(self) -> None:
-        """End all connections, and with them the threads. What is under way fails."""
+        """End all connections, and with them the threads. What is under way fails.
+
+        If nothing is, peers are told: that they still wait for one another is no reason for them to fail.
+        """
         if os.getpid() != self._pid:  # a child has the objects, but neither threads nor connections
             return
+        with self._lock:
+            if not (self._operations or self._error or self._closed):
+                self._leaving = True
+                for outgoing in self._outbox.values():
+                    outgoing.put(_Outgoing([_PREFIX.pack(_FAREWELL, self._numbers, 0, 0)]))
         self.fail(ConnectionError("the collective was closed"))
         with self._lock:
             self._closed = True
         self._disconnect()
 
     def close(self) -> None:
-        """`hang_up`, once no peer needs an answer any more, and wait for the threads."""
-        with self._lock:
-            in_order = self._multicast is not None and not (self._operations or self._error or self._closed)
-        if self._multicast is not None and in_order and os.getpid() == self._pid:
-            self._multicast.linger()
+        """`hang_up`, and wait for the threads."""
+        if os.getpid() != self._pid:
+            return
         self.hang_up()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
-        if self._multicast is not None and os.getpid() == self._pid:
+        if self._multicast is not None:
             self._multicast.wait_closed()
 
+    def _ended(self, other: int, number: int) -> None:
+        """A peer has ended in good order, after so many operations."""
+        with self._lock:
+            self._left.append(other)
+            missed = any(operation.number >= number for operation in self._operations)
+        if missed:
+            self.fail(_left(other))
+        elif self._multicast is not None:
+            self._multicast.leave(other)
+
     def _disconnect(self) -> None:
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+        for sock in () if self._leaving else self._sockets:
+            _end(sock)
         if self._multicast is not None:
             self._multicast.close()
         for waited in self._waited:
@@ -352,6 +372,7 @@ class Collective:
             table = b"".join(header + trailer for header, _, trailer in frames)
             if self._proof is not None:
                 table += self._proof.trailer(self.rank, self._gone, table, sums)
+                self.bytes_tagged += TRAILER_BYTES
             self._gone += 1
             self._multicast.put(table, sums, lambda: self._finished(operation))
             return
@@ -433,6 +454,8 @@ class Collective:
                 self._finished(message.operation)
             if message.sent is not None:
                 message.sent()
+        if self._leaving:
+            _end(sock)
 
     def _receive(self, sock: socket.socket, other: int) -> None:
         prefix, sequence = bytearray(_PREFIX.size), 0
@@ -451,6 +474,8 @@ class Collective:
             elif kind == _GATHER and (operation := self._begun.get(number)) is not None:
                 _fill(sock, operation.memory[start : start + nbytes], other)
                 self._finished(operation)
+            elif kind == _FAREWELL:
+                return self._ended(other, number)
             else:
                 raise ConnectionError(f"rank {other} sent what no rank sends; the ranks reduce different buckets")
 
@@ -467,6 +492,7 @@ class Collective:
                     if trailer:
                         _fill(sock, trailer, other)
                 self._finished(operation)
+        _end(sock)
 
     def _watch_time(self) -> None:
         left = 1.0
@@ -490,6 +516,16 @@ def _divides_last(world: int, dtype: torch.dtype) -> bool:
 
 def _fail(operation: Operation, error: Exception) -> None:
     operation.done.set_exception(error)  # type: ignore[arg-type]  # torch says so
+
+
+def _left(other: int) -> ConnectionError:
+    return ConnectionError(f"rank {other} has ended its collective, and takes part no more")
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 class _Outgoing(NamedTuple):

@@ -39,8 +39,6 @@ log = logging.getLogger("checkmate")
 #: Every peer echoes a probe within so long, if the network forwards the group at all.
 PROBE_S = 10.0
 _AGAIN_S = 0.05
-#: A rank that has done all goes on answering until nobody has asked for so long; a question comes again sooner.
-LINGER_S, MOST_LINGER_S = 0.3, 2.0
 #: Pieces that go out with one call: nearly a message.
 BATCH = 704
 #: So late at most a thread notices that all is closed.
@@ -85,7 +83,6 @@ class Gather:
         self._receiving = threading.RLock()
         self._echoed: set[int] = set()
         self._closed = self._told = False
-        self._asked_at = 0.0
         self.fail: Callable[[Exception], None] = lambda _: None
         self._threads = [
             threading.Thread(target=self._run, args=(work, *args), name=f"checkmate multicast {name}", daemon=True)
@@ -144,11 +141,10 @@ class Gather:
                 self._changed.wait_for(lambda: len(self._echoed) == len(self._receivers), _AGAIN_S)
         return sorted(self._receivers.keys() - self._echoed)
 
-    def linger(self) -> None:
-        """Go on answering until nobody has asked for a while: a peer may wait for its last answer, which was lost."""
-        limit = time.monotonic() + MOST_LINGER_S
-        while not self._closed and (now := time.monotonic()) < min(limit, self._asked_at + LINGER_S):
-            time.sleep(min(0.01, self._asked_at + LINGER_S - now))
+    def leave(self, peer: int) -> None:
+        """A peer has ended in good order: it has all that it needs."""
+        with self._changed:
+            self.sender.gone(peer)
 
     def close(self) -> None:
         """End the threads. What is under way is lost."""
@@ -164,8 +160,9 @@ class Gather:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
-        for sock in self._sockets:
-            sock.close()
+        if not any(thread.is_alive() for thread in self._threads):  # else they use the number of the descriptor
+            for sock in self._sockets:
+                sock.close()
 
     # ------------------------------------------------------------ threads
 
@@ -215,7 +212,6 @@ class Gather:
             with self._receiving:
                 self._receivers[peer].take(found)
         elif head.what is What.ASK and len(found) == DATAGRAM_HEADER_BYTES + SERIAL.size:
-            self._asked_at = time.monotonic()
             (serial,) = SERIAL.unpack_from(found, DATAGRAM_HEADER_BYTES)
             with self._receiving:
                 answer = self._receivers[peer].answer(serial, head.number, head.first)

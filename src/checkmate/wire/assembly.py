@@ -26,15 +26,27 @@ Bytes = npt.NDArray[np.uint8]
 OPEN_MESSAGES = 8
 #: No message is longer. It has at most `MAX_BULK_BYTES` of payload, and of frames, which name it, often less.
 MAX_MESSAGE_BYTES = 32 << 20
+#: Memory of so many bytes at most is kept for the next message.
+SPARE_BYTES = 2 << 20
+
+
+def runs(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where it is true: from, and up to."""
+    edges = np.flatnonzero(np.diff(which, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Assembly:
-    """One message. `table` and `payload` are memory, as long as they will be or longer, `tables` pieces of the first.
+    """One message, whose `tables` first pieces are its table. `table` and `payload` are memory, as long as those are.
 
-    Nothing is put twice, and nothing past the end. Complete when `left` is 0.
+    `loose`: or longer, for nobody knows it yet. Nothing counts twice, and nothing is put past the end. Complete when
+    `left` is 0.
     """
 
-    def __init__(self, count: int, tables: int, size: int, table: Bytes, payload: Bytes) -> None:
+    def __init__(
+        self, count: int, tables: int, size: int, table: Bytes, payload: Bytes, loose: bool = False
+    ) -> None:  # fmt: skip
+        self._loose = loose
         self.count, self.tables, self.size = count, tables, size
         self.left = count
         self.lengths = [len(table), len(payload)]  #: corrected by the last piece of each
@@ -61,7 +73,8 @@ class Assembly:
         start, size, ends = first * self.size, self.size, first + number == pieces
         stop = start + (number - 1) * size + width
         new: int = number - int(np.count_nonzero(have))
-        if not new or stop > len(self._areas[area]):
+        length = len(self._areas[area])
+        if not new or stop > length or (ends and stop < length and not self._loose):
             return 0
         if width == size:
             self._areas[area][start:stop].reshape(number, size)[:] = rows
@@ -81,11 +94,7 @@ class Assembly:
 
     def missing(self, number: int, before: int) -> list[Missing]:
         """Runs of pieces before this one that are not here."""
-        absent = np.flatnonzero(~self._have[:before])
-        if not len(absent):
-            return []
-        runs = np.split(absent, np.flatnonzero(np.diff(absent) > 1) + 1)
-        return [Missing(number, int(run[0]), int(run[-1]) + 1) for run in runs]
+        return [Missing(number, first, stop) for first, stop in runs(~self._have[:before])]
 
     def whole_tables(self) -> int:
         """Bytes of the table up to its first missing piece."""
@@ -150,7 +159,7 @@ class Messages:
         if not 0 < tables < count or not size or count * size > MAX_MESSAGE_BYTES:
             return None
         table, payload = self._memory(tables * size), self._memory((count - tables) * size)
-        found = self._open[pieces.number] = Assembly(count, tables, size, table, payload), table, payload
+        found = self._open[pieces.number] = Assembly(count, tables, size, table, payload, loose=True), table, payload
         return found
 
     def _memory(self, nbytes: int) -> Bytes:
@@ -163,7 +172,8 @@ class Messages:
         self._over.append(number)
         self.holes += assembly.left > 0
         self._frames(assembly, memoryview(table), memoryview(payload))  # type: ignore[arg-type]
-        self._spare = [*self._spare, table, payload][-2 * OPEN_MESSAGES :]
+        small = [memory for memory in (table, payload) if len(memory) <= SPARE_BYTES]
+        self._spare = [*self._spare, *small][-2 * OPEN_MESSAGES :]
 
     def _frames(self, assembly: Assembly, table: memoryview, payload: memoryview) -> None:
         """All frames that are whole, as far as it is known where they are."""

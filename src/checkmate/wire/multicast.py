@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .assembly import Assembly, Bytes
+from .assembly import Assembly, Bytes, runs
 from .datagrams import MOST_MISSING, Answer, Missing, Pieces
 
 #: A window in the beginning, and never below, unless the peers' buffers are smaller still.
@@ -152,15 +152,16 @@ class Sender:
         if self._rate is not None:
             gained = (now - self._allowed_at) * self._rate
             self._allowed, self._allowed_at = min(BURST_BYTES, self._allowed + gained), now
-        if self._rate is None or self._allowed > 0:
+        if self._rate is None or self._allowed >= self.size:
             self._find_repairs(now)
             while self._repairs and self._repairs[0].message.number not in self._messages:
                 self._repairs.popleft()  # they have it by now, and its memory may be used otherwise
-            more = bool(self._repairs) or (bool(self._fresh) and self._within_span())
-            if more and self.in_flight < self.window_bytes and self._since < max(1, self.window_bytes // 2):
-                if self._repairs:
-                    return self._burst(self._repairs.popleft(), again=True)
-                return self._burst(self._next_pieces(now), again=False)
+            room = min(self.window_bytes - self.in_flight, max(1, self.window_bytes // 2) - self._since)
+            if self._rate is not None:
+                room = min(room, int(self._allowed))
+            if room > 0 and (self._repairs or (self._fresh and self._within_span())):
+                most = max(1, min(self.batch, room // self.size))
+                return self._burst(self._next_repair(most) if self._repairs else self._next_pieces(now, most))
             if self._since:
                 return self._ask(now)
         if now >= self._again_at and self._asked:
@@ -173,8 +174,8 @@ class Sender:
         if (oldest := next(iter(self._messages.values()), None)) is None:
             return float("inf")  # whoever has not answered has everything
         found = self._again_at
-        if self._rate is not None and self._allowed <= 0 and (self._repairs or self._fresh or self._since):
-            found = min(found, now - self._allowed / self._rate)
+        if self._rate is not None and self._allowed < self.size and (self._repairs or self._fresh or self._since):
+            found = min(found, now + (self.size - self._allowed) / self._rate)
         if self._lacking():
             found = min(found, now + TOGETHER_S)
         if oldest.sent:
@@ -193,18 +194,30 @@ class Sender:
                 continue
             if message.sent < message.count:  # nobody can have it
                 return
-            message.owed.discard(rank)
-            message.lacking.pop(rank, None)
-            if not message.owed:
-                del self._messages[number]
-                self._begun.remove(number)
-                message.done()
+            self._has(rank, message)
         peer.whole = max(peer.whole, answer.number)
         if answer.serial > peer.answered:
             peer.answered = answer.serial
             if (asked := self._asked.get(answer.serial)) is not None:
                 self._usual_s += (now - asked[1] - self._usual_s) / 8
-            self._settle(now)
+            self._settle()
+
+    def gone(self, rank: int) -> None:
+        """A peer needs nothing any more, neither what was put nor what will be, and answers no more."""
+        self._peers.pop(rank, None)
+        for message in list(self._messages.values()):
+            self._has(rank, message)
+        if self._peers:
+            self._settle()
+
+    def _has(self, rank: int, message: Outgoing) -> None:
+        message.owed.discard(rank)
+        message.lacking.pop(rank, None)
+        if not message.owed:
+            del self._messages[message.number]
+            if message.sent:
+                self._begun.remove(message.number)
+            message.done()
 
     # ------------------------------------------------------------ what goes out
 
@@ -216,25 +229,32 @@ class Sender:
     def _span(self) -> int:
         return max(2, 2 * self._most // (1 << 20))
 
-    def _next_pieces(self, now: float) -> Burst:
+    def _next_repair(self, most: int) -> Burst:
+        burst = self._repairs.popleft()
+        if burst.stop - burst.first > most:
+            self._repairs.appendleft(burst._replace(first=burst.first + most))
+            burst = burst._replace(stop=burst.first + most)
+        self.resent_bytes += len(burst.message.bytes_of(burst.first, burst.stop))
+        return burst
+
+    def _next_pieces(self, now: float, most: int) -> Burst:
         message = self._fresh[0]
         if not message.sent:
             message.began = now
             self._begun.append(message.number)
         end = message.tables if message.sent < message.tables else message.count
-        burst = Burst(None, message, message.sent, min(end, message.sent + self.batch))
+        burst = Burst(None, message, message.sent, min(end, message.sent + most))
         message.sent = burst.stop
         if message.sent == message.count:
             self._fresh.popleft()
         return burst
 
-    def _burst(self, burst: Burst, again: bool) -> Burst:
+    def _burst(self, burst: Burst) -> Burst:
         burst.message.serials[burst.first : burst.stop] = self._serial + 1
         nbytes = len(burst.message.bytes_of(burst.first, burst.stop))
         self._since += nbytes
         self.in_flight += nbytes
         self._allowed -= nbytes
-        self.resent_bytes += nbytes if again else 0
         return burst
 
     def _ask(self, now: float) -> Question:
@@ -277,7 +297,7 @@ class Sender:
             if now - since < TOGETHER_S and any(self._peers[rank].answered < serial for rank in message.owed):
                 continue
             rows = np.array(list(message.lacking.values()))
-            several = rows.sum(0) > 1
+            several = rows.sum(0) >= min(2, len(self._peers))  # to a single peer the group is as good, and behind it
             self._resend(None, message, several)
             for rank, lacking in message.lacking.items():
                 self._resend(rank, message, lacking & ~several)
@@ -285,14 +305,13 @@ class Sender:
             return
 
     def _resend(self, to: int | None, message: Outgoing, which: npt.NDArray[np.bool_]) -> None:
-        for _, first, stop in runs(message.number, np.flatnonzero(which)):
-            for end in (message.tables, message.count):
-                while first < min(stop, end):
-                    last = min(stop, end, first + self.batch)
-                    self._repairs.append(Burst(to, message, first, last))
-                    first = last
+        for first, stop in runs(which):
+            middle = min(max(first, message.tables), stop)
+            for start, end in ((first, middle), (middle, stop)):
+                if start < end:
+                    self._repairs.append(Burst(to, message, start, end))
 
-    def _settle(self, now: float) -> None:
+    def _settle(self) -> None:
         """All peers have answered some more questions: what went out before those is not in flight any more."""
         slowest = min(peer.answered for peer in self._peers.values())
         arrived = 0
@@ -362,12 +381,3 @@ class Receiver:
             elif asked >= self._numbers and before:
                 missing.append(Missing(asked, 0, before))  # nobody knows yet where it belongs
         return Answer(serial, self._whole, tuple(islice(missing, MOST_MISSING)))
-
-
-def runs(number: int, which: npt.NDArray[np.intp]) -> list[Missing]:
-    """Runs in ascending numbers of pieces."""
-    if not len(which):
-        return []
-    ends = np.flatnonzero(np.diff(which) > 1)
-    firsts, lasts = which[[0, *(ends + 1)]], which[[*ends, -1]]
-    return [Missing(number, int(first), int(last) + 1) for first, last in zip(firsts, lasts, strict=True)]
