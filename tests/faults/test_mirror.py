@@ -175,10 +175,9 @@ def silent() -> Iterator[str]:
 
 
 @needs_capture
-@by_tap
-def test_shadow_to_which_the_network_brings_nothing_says_so(lab: Lab, tmp_path: Path, silent: str, tap: str) -> None:
-    shadow = lab.shadow("--multicast" if tap == "multicast" else "--capture", silent)
-    ranks = start(lab, tmp_path / "0", shadow.address, tap)
+def test_shadow_to_which_the_network_brings_nothing_says_so(lab: Lab, tmp_path: Path, silent: str) -> None:
+    shadow = lab.shadow("--capture", silent)  # by multicast it is the same, and takes as long
+    ranks = start(lab, tmp_path / "0", shadow.address, "mirror")
     ranks[0].line(r"brought nothing.*checkmate doctor")
     audit(ranks)
 
