@@ -346,9 +346,9 @@ CASES |= {
 #: By multicast, those that differ in what the collective is given or in what becomes of its gradients. To the others,
 #: which differ in what is not a gradient (schedules, groups, RNG, data, buffers), it is the same collective.
 BY_MULTICAST = (
-    "DDP", "clipping by norm", "clipping by value", "accumulation", "accumulation without sync", "closure", "scaler",
+    "DDP", "clipping by norm", "accumulation", "accumulation without sync", "scaler",
     "scaler, unscaled and clipped", "several buckets, 4 ranks", "bucket views, zeroed in place",
-    "static graph, 3 ranks", "missing gradients", "frozen", "tensor hook", "pre-hook after restore", "fp32, large",
-    "bf16, AdamW", "fp16, SGD", "tied weights", "BatchNorm", "odd shapes", "strided, DDP", "GAN, DDP", "several dtypes",
+    "missing gradients", "frozen", "tensor hook", "fp32, large",
+    "bf16, AdamW", "BatchNorm", "odd shapes", "strided, DDP", "GAN, DDP", "several dtypes",
 )  # fmt: skip
 CASES |= {f"{name}, multicast": replace(CASES[f"{name}, mirrored"], tap="multicast") for name in BY_MULTICAST}

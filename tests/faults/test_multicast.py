@@ -44,12 +44,6 @@ def attach(lab: Lab, store: Path, ranks: int, options: Callable[[int], dict[str,
     ]
 
 
-def test_more_ranks_than_multicast_is_for_are_refused_on_every_rank(lab: Lab, tmp_path: Path) -> None:
-    for told in failures(attach(lab, tmp_path / "0", 17, lambda _: {})):
-        assert "17 ranks reduce together, and tap='multicast' is for at most 16" in told["text"]
-        assert "tap='mirror'" in told["text"]
-
-
 def test_ranks_that_take_their_group_from_other_ranges_are_told(lab: Lab, tmp_path: Path) -> None:
     for told in failures(attach(lab, tmp_path / "0", 2, lambda rank: {"groups": f"239.77.7.{8 + rank}/32"})):
         assert "the ranks have chosen different groups (239.77.7.8, 239.77.7.9): groups= differs" in told["text"]
@@ -189,7 +183,7 @@ def test_with_a_token_peers_refuse_what_one_of_them_did_not_say(
     assert forger.said > 50
     audit(ranks)
     for rank in ranks:
-        lab.check_steps(rank)
+        lab.check_steps(rank, slowest_s=10.0)  # what is spoilt is fetched again and again
     assert status(lab, shadow, *options)["server"]["multicast"]["foreign"] > 0
 
 
@@ -204,7 +198,7 @@ def test_without_a_token_a_damaged_table_is_refused(lab: Lab, tmp_path: Path) ->
     assert forger.said > 50
     audit(ranks)
     for rank in ranks:
-        lab.check_steps(rank)
+        lab.check_steps(rank, slowest_s=10.0)  # what is spoilt is fetched again and again
 
 
 @needs_capture
@@ -220,7 +214,7 @@ def test_with_a_token_what_comes_from_a_ranks_address_proves_nothing(
     ranks[0].await_whole(ranks[0].last_step + 1)
     audit(ranks)
     for rank in ranks:
-        lab.check_steps(rank)
+        lab.check_steps(rank, slowest_s=10.0)  # what is spoilt is fetched again and again
     found = status(lab, shadow, *options)["server"]["multicast"]
     print(found)
     assert found["foreign"] == 0

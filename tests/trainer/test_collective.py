@@ -15,9 +15,11 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
+from checkmate.errors import UsageError
 from checkmate.tensors import bytes_of
 from checkmate.trainer.collective import UNLABELLED, Collective, Label, Operation, Peer
 from checkmate.trainer.gather import Gather, Member
+from checkmate.trainer.multicast import check_ranks
 from checkmate.trainer.peers import _connect, tagged_distance
 from checkmate.trainer.shards import NO_BLOCK, Place, Plan
 from checkmate.transport.group import enlarge, join, sender
@@ -116,7 +118,11 @@ tagged = pytest.mark.parametrize("make", ["mirror"], indirect=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.mark.parametrize("world", range(2, 17))
+@pytest.mark.parametrize(
+    ("make", "world"),
+    [*(("mirror", world) for world in range(2, 17)), *(("multicast", world) for world in (2, 3, 4, 7, 16))],
+    indirect=["make"],
+)
 def test_every_rank_gets_the_same_sum_bit_for_bit(make: Make, world: int) -> None:
     ranks = make(world)
     sizes = random.Random(SEED).sample(range(1, 3000), 3)
@@ -316,6 +322,12 @@ def test_ranks_that_label_their_frames_differently_reduce_all_the_same(make: Mak
     for operation in [begin(c, b, None, label) for c, b, label in zip(ranks, buckets, labels, strict=True)]:
         done(operation)
     assert all(torch.equal(bucket, average(values)) for bucket in buckets)
+
+
+def test_more_ranks_than_multicast_is_for_are_refused() -> None:
+    check_ranks(16)
+    with pytest.raises(UsageError, match=r"17 ranks reduce together.* at most 16: .*use tap='mirror'"):
+        check_ranks(17)
 
 
 def test_an_empty_bucket_is_done_at_once(make: Make) -> None:

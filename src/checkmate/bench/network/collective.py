@@ -107,7 +107,7 @@ def multicast_collective(quick: bool, rate: str) -> Iterator[Figure]:
     as of the datagrams. There ranks begin when they are told, without a barrier, which is TCP too.
     """
     for num_workers in (2,) if quick else (2, 4):
-        for mtu in (65535, 1500):
+        for mtu in (1500,) if quick else (65535, 1500):
             with (
                 Lab(num_workers, 0, mtu=mtu, multicast=True) as lab,
                 crew(lab, partial(Reducer, BESIDE)) as ranks,
