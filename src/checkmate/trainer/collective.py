@@ -194,8 +194,6 @@ class Collective:
 
         `shard` is memory for this rank's sum.
         """
-        if self._left:
-            self.fail(_left(self._left[0]))
         with self._lock:
             copies = self.world - 1 if self._multicast is None else 1
             operation = Operation(self._numbers, bucket, plan, self.rank, label, shard, copies)
@@ -210,6 +208,9 @@ class Collective:
             self._begun[operation.number] = operation
             self._chunks.extend((operation, chunk) for chunk in operation.chunks)
             self._expected.put(operation)
+        if self._left:  # asked once the operation is known: else a farewell at this moment would find none that it ends
+            self.fail(_left(self._left[0]))
+            return operation
         for step in range(1, self.world):
             other = (self.rank + step) % self.world
             buffers: list[Memory] = []
