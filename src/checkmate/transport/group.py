@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 from collections.abc import Collection
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ _MREQN = struct.Struct("4s4si")
 _OP = struct.Struct("HBBI")
 _PROGRAM = struct.Struct("HP")
 _TIMEVAL = struct.Struct("ll")
-_NAMED = struct.Struct("16si20x")
+_IFREQ = struct.Struct("16s24x")
 _CONTROL = struct.Struct("Niii4x")  # one ancillary datum: its length, level, kind, and a number
 _SEGMENT = struct.Struct("NiiH6x")
 _ROOM = 4 * _CONTROL.size
@@ -260,9 +261,8 @@ def interface_of(address: str) -> str:
     """The name of the interface that has this IPv4 address. Raises UsageError."""
     wanted = socket.inet_aton(address)
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", name.encode()))
-            if found[20:24] == wanted:
+        with contextlib.suppress(OSError):
+            if _ask(name, _SIOCGIFADDR)[4:8] == wanted:
                 return name
     raise UsageError(f"no interface has the IPv4 address {address} as its first one (`ip addr` lists them)")
 
@@ -272,17 +272,20 @@ def address_of(interface: str) -> str:
     with contextlib.suppress(OSError, ValueError):
         return str(socket.getaddrinfo(interface, 0, flags=socket.AI_NUMERICHOST)[0][4][0])
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", interface.encode()[:15]))
+        return socket.inet_ntoa(_ask(interface, _SIOCGIFADDR)[4:8])
     except OSError as error:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise UsageError(f"interface {interface!r} has no IPv4 address ({error.strerror}); there are {names}") from None
-    return socket.inet_ntoa(found[20:24])
 
 
 def mtu_of(interface: str) -> int:
+    return int.from_bytes(_ask(interface, _SIOCGIFMTU)[:4], sys.byteorder)
+
+
+def _ask(interface: str, what: int) -> bytes:
+    """What the kernel says of an interface: what follows the name in its ``struct ifreq``. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return int(_NAMED.unpack(fcntl.ioctl(probe, _SIOCGIFMTU, _NAMED.pack(interface.encode(), 0)))[1])
+        return fcntl.ioctl(probe, what, _IFREQ.pack(interface.encode()[:15]))[16:]
 
 
 def link_bytes_per_s(interface: str) -> float | None:
