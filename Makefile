@@ -15,7 +15,7 @@ help:  ## this list
 venv: $(INSTALLED)  ## set up .venv with Checkmate (editable) and everything for development
 
 test: $(INSTALLED)  ## run the whole test suite; ARGS='-k name -x' goes to pytest
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)  ## ruff (lint and format) and mypy --strict
 	$(BIN)/ruff check

@@ -48,13 +48,10 @@ class Kill:
 
 ROWS: dict[str, list[Kill]] = {
     "DDP": [Kill(2, BACKWARD)],
-    "several buckets": [Kill(3, BETWEEN)],
+    "several buckets": [Kill(3, BETWEEN, everyone=False)],
     "schedule, OneCycleLR, DDP": [Kill(4, AFTER)],
-    "dropout": [Kill(4, BACKWARD, everyone=False)],
     "BatchNorm": [Kill(1, AFTER), Kill(1, RESTORE)],
     "scaler, fused": [Kill(5, SOMETIME)],
-    "missing gradients": [Kill(4, BETWEEN, everyone=False)],
-    "augmentation in workers": [Kill(5, AFTER)],
 }
 
 

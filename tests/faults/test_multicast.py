@@ -186,7 +186,7 @@ def test_with_a_token_peers_refuse_what_one_of_them_did_not_say(
     ranks[0].await_whole(30)
     forger = Forger(forge, lab.random.randrange(1 << 32))
     with forger.at_work():
-        ranks[0].await_step(ranks[0].last_step + 100)
+        ranks[0].await_step(ranks[0].last_step + 60)
     assert forger.said > 50
     unharmed(lab, ranks)
     assert status(lab, shadow, *options)["server"]["multicast"]["foreign"] > 0
@@ -199,7 +199,7 @@ def test_without_a_token_a_damaged_table_is_refused(lab: Lab, tmp_path: Path) ->
     ranks[0].await_whole(30)
     forger = Forger(lambda *made: (spoilt_header(*made)[0], b""), lab.random.randrange(1 << 32))
     with forger.at_work():
-        ranks[0].await_step(ranks[0].last_step + 100)
+        ranks[0].await_step(ranks[0].last_step + 60)
     assert forger.said > 50
     unharmed(lab, ranks)
 
