@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[1]
 
 #: From the bottom up. A module may import what stands below it, and of its own package what stands beside it.
 LAYERS = (
-    ("errors",),
+    ("errors", "invariant"),
     ("values", "wire"),
     ("layout", "tensors"),
+    ("partitions",),
     (
         "shadow.effects",
         "shadow.partition",
@@ -38,14 +39,14 @@ LAYERS = (
     ("__main__", ""),
 )
 SANS_IO = (
-    "wire", "layout", "shadow.effects", "shadow.partition", "shadow.repairs", "shadow.slot", "shadow.stories",
-    "switch.rules", "lab.plan", "doctor.judge", "doctor.multicast_judge",
+    "wire", "invariant", "layout", "partitions", "shadow.effects", "shadow.partition", "shadow.repairs", "shadow.slot",
+    "shadow.stories", "switch.rules", "lab.plan", "doctor.judge", "doctor.multicast_judge",
 )  # fmt: skip
 DOES_IO = frozenset(
     ("asyncio", "concurrent", "io", "logging", "multiprocessing", "os", "pathlib", "select", "selectors", "signal",
      "socket", "ssl", "subprocess", "threading", "time", "torch")
 )  # fmt: skip
-SANS_IO_TESTS = ["tests/wire", "tests/test_layout.py"]
+SANS_IO_TESTS = ["tests/wire", "tests/test_layout.py", "tests/test_partitions.py"]
 
 
 def modules() -> dict[str, Path]:
@@ -101,7 +102,7 @@ def test_wire_layout_and_agreement_do_no_input_or_output(name: str) -> None:
 def test_the_reader_of_imports_sees_them() -> None:
     assert {"socket", ".wire.frames", ".shadow.run"} <= set(imports("shadow.daemon"))
     assert {".values", ".recovery"} <= set(imports("trainer.installing"))
-    assert [layer(name) for name in ("wire.frames", "shadow.run", "shadow.replay", "")] == [1, 5, 3, 10]
+    assert [layer(name) for name in ("wire.frames", "shadow.run", "shadow.replay", "")] == [1, 6, 4, 11]
 
 
 def test_tests_of_the_wire_run_where_there_is_no_torch() -> None:

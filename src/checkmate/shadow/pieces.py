@@ -1,6 +1,6 @@
 """Replay in pieces that fit the cache: an element-wise optimizer's for-loop makes a dozen passes over each parameter.
 
-Cutting is done only where it cannot change a bit: for the combinations of `INVARIANT`, which a test derives anew. What
+Cutting is done only where it cannot change a bit: for the combinations of `invariant`, which a test derives anew. What
 is cut is memory, not state: a piece is a view into the parameter, with views into its optimizer state. State that is
 one number for the whole parameter (``step``) is given to each piece as a copy, and taken back from the first.
 """
@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
+from ..invariant import DTYPES, INVARIANT
+from ..tensors import dtype_name
+
 #: Elements per piece: parameter, gradient and two states of float32 fill one megabyte.
 PIECE = 1 << 16
-
-#: Optimizers of ``torch.optim`` that compute each element alone, with the same bits on a slice as on the whole, for
-#: dtypes in which the vector body and the scalar tail of a loop round alike.
-INVARIANT = frozenset(
-    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-DTYPES = frozenset((torch.float32, torch.float64))
 
 
 def may_cut(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
@@ -41,7 +37,7 @@ class Pieces:
         state = self._optimizer.state.get(param)
         if (
             param.numel() < 2 * PIECE
-            or param.dtype not in DTYPES
+            or dtype_name(param.dtype) not in DTYPES
             or not state
             or any(v is None for v in state.values())
         ):
