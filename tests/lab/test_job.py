@@ -92,11 +92,14 @@ def test_signals_end_the_job_and_remove_the_lab(number: signal.Signals, code: in
     assert network.namespaces() == []
 
 
-def test_who_does_not_end_at_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_end_at_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "GRACE_S", 0.3)
     printed: list[tuple[str, str]] = []
     with Lab(workers=2, shadows=0) as lab:
-        script = "trap '' TERM; echo ready; while [ $RANK = 0 ]; do sleep 0.05; done; sleep 0.2; exit 3"
+        script = (
+            f"trap '' TERM; cd {tmp_path}; echo ready; touch $RANK; while [ $RANK = 0 ]; do sleep 0.05; done; "
+            "until [ -e 0 ]; do sleep 0.05; done; exit 3"
+        )
         began = time.monotonic()
         ended = job.run(lab, ["sh", "-c", script], lambda *line: printed.append(line))
         assert ended == (3, "w1")
