@@ -35,7 +35,7 @@ TOLERANCE = 0.01
 Kind = tuple[str, str, str]  #: module and class of the optimizer, dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Rows:
     """Rows ``[first, first + count)`` of a block of the whole spec: all of its first dimension, if it is not cut."""
 
@@ -50,10 +50,6 @@ class Share:
 
     spec: Spec
     rows: Sequence[Rows]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.spec.blocks)
 
 
 def divide(spec: Spec, partitions: int) -> list[Share]:
@@ -74,7 +70,7 @@ def divide(spec: Spec, partitions: int) -> list[Share]:
             f"{len(spec.blocks)} parameters cannot be spread over {partitions} partitions: nothing is left for "
             f"partition {empty[0]}; use fewer partitions, and the other shadows as replicas"
         )
-    return [_share(spec, sorted(rows, key=lambda r: (r.block, r.first))) for rows in held]
+    return [_share(spec, sorted(rows)) for rows in held]
 
 
 def _kinds(spec: Spec) -> dict[Kind, list[int]]:

@@ -52,6 +52,7 @@ ROWS: dict[str, list[Kill]] = {
     "schedule, OneCycleLR, DDP": [Kill(4, AFTER)],
     "BatchNorm": [Kill(1, AFTER), Kill(1, RESTORE)],
     "scaler, fused": [Kill(5, SOMETIME)],
+    "augmentation in workers": [Kill(5, AFTER)],
 }
 
 

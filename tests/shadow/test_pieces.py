@@ -137,6 +137,6 @@ def test_rows_cut_at_cache_lines_give_the_bits_of_the_whole(name: str, flag: str
 
 
 def test_rows_cut_elsewhere_do_not_where_a_kernel_is_fused() -> None:
-    """Fused Adam squares the gradient in another order for the odd elements at the end of a tensor, in float32 too."""
+    """The second moment of fused Adam differs in odd elements at the end of a tensor, in float32 too."""
     whole, cut = (in_rows(cuts, "Adam", torch.float32, fused=True) for cuts in ([0, 37], [0, 1, 18, 37]))
     assert not all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
